@@ -1,0 +1,45 @@
+"""The public names of firstlight, each imported when first asked for: `import firstlight` costs no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from firstlight.engine.llm import LLM
+    from firstlight.sched.sequence import Priority
+    from firstlight.spec.errors import FirstlightError
+    from firstlight.spec.model import CacheSpec, LayerSpec, ModelSpec
+    from firstlight.spec.sampling import SamplingParams
+
+    __version__: str
+
+__all__ = ["LLM", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__"]
+
+_HOMES = {
+    "LLM": "firstlight.engine.llm",
+    "SamplingParams": "firstlight.spec.sampling",
+    "Priority": "firstlight.sched.sequence",
+    "ModelSpec": "firstlight.spec.model",
+    "LayerSpec": "firstlight.spec.model",
+    "CacheSpec": "firstlight.spec.model",
+    "FirstlightError": "firstlight.spec.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room and keep it."""
+    if name == "__version__":
+        found: Any = version("firstlight")
+    elif name in _HOMES:
+        found = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'firstlight' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,40 @@
+"""Short convolution without a loop over tokens or sequences. Letters as in ops/short_conv.py; P rows of windows and tokens together."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def short_conv(x_TD: Tensor, weight_DW: Tensor, window_SWD: Tensor, slots_N: Tensor, starts_N1: Tensor, contexts_N: Tensor) -> Tensor:
+    """Put each window in front of its tokens, convolve everything at once, and take the last rows as the new windows."""
+    num_kept = weight_DW.shape[1] - 1
+    taps_WD = weight_DW.float().T
+    slots_N = slots_N.to(x_TD.device)
+    fresh_N11 = (contexts_N == 0).to(x_TD.device)[:, None, None]
+    past_NWD = window_SWD[slots_N].float().masked_fill(fresh_N11, 0.0)
+    lengths_N = starts_N1.diff()
+    if bool((lengths_N == 1).all()):
+        rows_NWD = torch.cat((past_NWD, x_TD.float()[:, None]), dim=1)
+        window_SWD[slots_N] = rows_NWD[:, 1:].to(window_SWD.dtype)
+        return F.silu((rows_NWD * taps_WD).sum(1)).to(x_TD.dtype)
+    token_T, window_NW = _places(starts_N1, lengths_N, num_kept)
+    token_T, window_NW = token_T.to(x_TD.device), window_NW.to(x_TD.device)
+    rows_PD = past_NWD.new_empty(len(token_T) + window_NW.numel(), x_TD.shape[1])
+    rows_PD[token_T] = x_TD.float()
+    rows_PD[window_NW] = past_NWD
+    window_SWD[slots_N] = rows_PD[window_NW + lengths_N.to(x_TD.device)[:, None]].to(window_SWD.dtype)
+    num_outputs = len(rows_PD) - num_kept
+    sum_PD = rows_PD[:num_outputs] * taps_WD[0]
+    for tap in range(1, num_kept + 1):
+        sum_PD.addcmul_(rows_PD[tap : tap + num_outputs], taps_WD[tap])
+    return F.silu(sum_PD[token_T - num_kept]).to(x_TD.dtype)
+
+
+def _places(starts_N1: Tensor, lengths_N: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
+    """Rows of the tokens and of the windows when every sequence is its window followed by its tokens."""
+    ahead_N = num_kept * torch.arange(len(lengths_N))
+    token_T = torch.arange(int(starts_N1[-1])) + (ahead_N + num_kept).repeat_interleave(lengths_N)
+    window_NW = (starts_N1[:-1] + ahead_N)[:, None] + torch.arange(num_kept)
+    return token_T, window_NW

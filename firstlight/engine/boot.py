@@ -1,0 +1,149 @@
+"""From a folder to a machine that can run: config, operators, weights, cache, scheduler, runner, in this order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import firstlight
+from firstlight.cache.budget import default_bytes, split
+from firstlight.cache.manager import CacheManager
+from firstlight.cache.pool import CachePool
+from firstlight.engine.loop import Engine
+from firstlight.engine.runner import TorchRunner
+from firstlight.engine.sampler import Sampler
+from firstlight.layers.decoder import Decoder
+from firstlight.models.registry import ModelFile, read
+from firstlight.ops import declared as _declared  # noqa: F401  (fills the registry)
+from firstlight.ops.registry import REFERENCE, Binder, load_backends
+from firstlight.parallel.mesh import Mesh
+from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.spec.errors import CapacityError, ConfigError
+from firstlight.spec.model import ModelSpec
+from firstlight.text.generation import GenerationDefaults
+from firstlight.text.tokenizer import Tokenizer, load_tokenizer
+from firstlight.weights.checkpoint import Checkpoint
+from firstlight.weights.ledger import Report
+from firstlight.weights.load import load
+from firstlight.weights.memory import available_bytes
+
+log = logging.getLogger("firstlight")
+DEFAULT = "default"
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to run a model; the meaning of each field is that of the LLM argument of the same name."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    backends: tuple[str, ...] | None = None
+    seed: int = 0
+    cache_bytes: int | None = None
+    tokens_per_block: int = 16
+    max_step_tokens: int = 2048
+    chunk_tokens: int = 512
+    max_sequences: int = 64
+    max_context: int | None = None
+    poison_freed: bool = False
+    allow_unread: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_block", "max_step_tokens", "chunk_tokens", "max_sequences", "max_context", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"`{name}` is {value!r}", "Use an integer above 0.")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"`dtype` is {self.dtype!r}", f"Use one of {', '.join(DTYPES)}.")
+        if self.device != "cpu":
+            raise ConfigError(f"`device` is {self.device!r}, this version computes on the CPU only", "Use device='cpu'.")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything that stands once a model is up."""
+
+    folder: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
+    engine: Engine
+    cache: CacheManager
+    pool: CachePool
+    runner: TorchRunner
+    binder: Binder
+    report: Report
+
+
+def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[int, int], None] | None = None) -> Machine:
+    """Bring a model up. Raises ConfigError, CheckpointError, CoverageError or CapacityError before any cache is allocated."""
+    folder = locate(model)
+    found = read(folder)
+    spec = _spec(found, options)
+    defaults, tokenizer = GenerationDefaults.read(folder), load_tokenizer(folder)
+    binder = Binder(_order(options.backends))
+    decoder = Decoder(spec, Mesh(), binder)
+    loaded = load(Checkpoint.open(folder), spec, found.names, progress=progress)
+    decoder.fill(loaded.tensors, loaded.banks)
+    groups = split(
+        spec, cache_bytes=_cache_bytes(spec, options), tokens_per_block=options.tokens_per_block,
+        max_sequences=options.max_sequences, max_context=spec.max_context)
+    pool, cache = CachePool(spec, groups, device=options.device, poison=options.poison_freed), CacheManager(groups)
+    runner = TorchRunner(decoder, pool, Sampler(options.seed), device=options.device)
+    limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
+    scheduler = Scheduler(limits, cache, max_context=spec.max_context)
+    stop_ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
+    engine = Engine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids)
+    return Machine(folder, spec, tokenizer, defaults, engine, cache, pool, runner, binder, loaded.report)
+
+
+def locate(model: str | os.PathLike[str]) -> Path:
+    """The folder of a model: a path, or "default" for the embedded one."""
+    if str(model) == DEFAULT:
+        return Path(firstlight.__file__).parent / "assets" / "default"
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", "Give a folder with config.json and *.safetensors, or 'default' for the embedded model.")
+    return folder
+
+
+def _spec(found: ModelFile, options: Options) -> ModelSpec:
+    if found.active_unread and not options.allow_unread:
+        raise ConfigError(
+            f"config.json sets keys that the model file {found.spec.name!r} does not read: {', '.join(found.active_unread)}",
+            "Read or ignore them with a reason in the model file, or pass allow_unread=True to run without them.")
+    if found.unread:
+        log.warning("config keys that nobody reads: %s", ", ".join(found.unread))
+    spec = found.spec if options.dtype == "auto" else found.spec.with_dtype(options.dtype)
+    if options.max_context is None:
+        return spec
+    if options.max_context > spec.max_context:
+        raise ConfigError(f"max_context is {options.max_context:,}, the model was made for {spec.max_context:,}", f"Use at most {spec.max_context:,}.")
+    return spec.with_context(options.max_context)
+
+
+def _order(backends: Sequence[str] | None) -> tuple[str, ...]:
+    """The order of back-ends: all that are ready, references last; or what was asked for, which must be ready."""
+    ready = load_backends(backends)
+    if backends is None:
+        return (*(name for name, refusal in ready.items() if refusal is None), REFERENCE)
+    refused = {name: refusal for name, refusal in ready.items() if refusal is not None}
+    if refused or not backends:
+        said = "; ".join(f"{name}: {refusal}" for name, refusal in refused.items()) or "the list is empty"
+        raise ConfigError(f"back-ends {list(backends)} cannot be used ({said})", "Name installed back-ends, or leave `backends` out.")
+    return tuple(backends)
+
+
+def _cache_bytes(spec: ModelSpec, options: Options) -> int:
+    if options.cache_bytes is not None:
+        return options.cache_bytes
+    free_bytes = available_bytes()
+    if free_bytes is None:
+        raise CapacityError("this system does not say how much memory is free", "Give cache_bytes.")
+    chosen = default_bytes(spec, free_bytes=free_bytes, max_sequences=options.max_sequences, max_context=spec.max_context)
+    log.info("cache_bytes=%d (chosen from %d bytes of free memory)", chosen, free_bytes)
+    return chosen

@@ -1,0 +1,106 @@
+"""A Batch becomes tensors, logits become tokens.
+
+Letters: T packed tokens, N sequences, R rows that yield logits, V vocabulary, B blocks of a table.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from firstlight.cache.pool import CachePool
+from firstlight.engine.sampler import Sampler
+from firstlight.layers.decoder import Decoder
+from firstlight.layers.step import Step
+from firstlight.sched.sequence import Batch, Chunk, StepResult
+
+
+class TorchRunner:
+    """Runs batches on one device with one copy of the model."""
+
+    def __init__(self, decoder: Decoder, pool: CachePool, sampler: Sampler, *, device: str = "cpu") -> None:
+        self.decoder, self.pool, self.sampler, self.device = decoder, pool, sampler, device
+        self.caches = [pool.layer(layer.index) for layer in decoder.spec.layers]
+
+    def run(self, batch: Batch) -> StepResult:
+        """Computes every chunk; a sequence whose logits are not finite fails alone."""
+        begun_s = time.perf_counter()
+        self.pool.scrub(batch.scrub)
+        self.pool.claim(batch.fresh)
+        self.pool.copy(move for move in batch.transfers if move.when == "before")
+        with torch.inference_mode():
+            logits_RV = self.decoder(build_step(batch.chunks, self.pool, self.device), self.caches).float()
+            result = self._results(batch.chunks, logits_RV, begun_s)
+        self.pool.copy(move for move in batch.transfers if move.when == "after")
+        return result
+
+    def close(self) -> None:
+        """Nothing to end: memory goes with the object."""
+
+    def _results(self, chunks: Rows[Chunk], logits_RV: Tensor, begun_s: float) -> StepResult:
+        finite = torch.isfinite(logits_RV).all(dim=-1).tolist()
+        rows, sampled, collected, errors = 0, [], {}, {}
+        for chunk in chunks:
+            count = num_rows(chunk)
+            if not all(finite[rows : rows + count]):
+                errors[chunk.seq.seq_id] = f"logits at position {chunk.end - 1} are not finite"
+            elif chunk.seq.collect:
+                collected[chunk.seq.seq_id] = logits_RV[rows : rows + count]
+            elif count:
+                sampled.append((rows, chunk.seq))
+            rows += count
+        index = [row for row, _ in sampled]
+        tokens, logprobs = self.sampler.draw(logits_RV[index], [seq for _, seq in sampled]) if sampled else ([], [])
+        ids = [seq.seq_id for _, seq in sampled]
+        return StepResult(
+            dict(zip(ids, tokens, strict=True)), time.perf_counter() - begun_s, errors,
+            {seq_id: found for seq_id, found in zip(ids, logprobs, strict=True) if found is not None}, collected)
+
+
+def num_rows(chunk: Chunk) -> int:
+    """Rows of logits that a chunk yields: all when collecting, the last one when it samples."""
+    if chunk.seq.collect:
+        return chunk.end - chunk.begin
+    return 1 if chunk.samples else 0
+
+
+def build_step(chunks: Rows[Chunk], pool: CachePool, device: str = "cpu") -> Step:
+    """One batch as tensors; work is proportional to new tokens and blocks, and no loop runs over the context."""
+    tokens: list[int] = []
+    starts, wanted = [0], []
+    for chunk in chunks:
+        tokens += chunk.seq.tokens[chunk.begin : chunk.end]
+        starts.append(len(tokens))
+        wanted.append(torch.arange(starts[-1] - num_rows(chunk), starts[-1]))
+    positions_T = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
+    tables, row_slots, slots = {}, {}, {}
+    for name, group in pool.groups.items():
+        blocks = [chunk.table.blocks[name] for chunk in chunks]
+        if group.kind == "state":
+            slots[name] = torch.tensor([ids[0] for ids in blocks]).to(device)
+        else:
+            tables[name] = _table(blocks).to(device)
+            row_slots[name] = _row_slots(tables[name], positions_T, starts, group.tokens_per_block).to(device)
+    return Step(
+        tokens_T=torch.tensor(tokens, device=device), positions_T=positions_T.to(device), starts_N1=torch.tensor(starts),
+        contexts_N=torch.tensor([chunk.begin for chunk in chunks]), tables=tables, row_slots=row_slots, slots=slots,
+        logit_rows_R=torch.cat(wanted).to(device))
+
+
+def _table(blocks: Rows[array[int]]) -> Tensor:
+    """Block ids padded with -1 to the longest table."""
+    rows = [torch.frombuffer(ids, dtype=torch.int64).clone() for ids in blocks]
+    if len(rows) == 1:
+        return rows[0].unsqueeze(0)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _row_slots(table_NB: Tensor, positions_T: Tensor, starts: Rows[int], tokens_per_block: int) -> Tensor:
+    lengths_N = torch.tensor(starts).diff()
+    seq_T = torch.repeat_interleave(torch.arange(len(lengths_N)), lengths_N)
+    block_T = table_NB[seq_T, positions_T // tokens_per_block]
+    return block_T * tokens_per_block + positions_T % tokens_per_block

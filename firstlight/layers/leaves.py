@@ -1,0 +1,126 @@
+"""The smallest modules: one operator with its weights. They exist so that a recorder can see every output by name.
+
+Letters: T packed tokens, I O D widths, H heads, K V head widths, W window, E experts, X chosen experts, N sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from firstlight.layers.step import Step
+from firstlight.ops.experts import Bank
+from firstlight.ops.registry import Binder
+from firstlight.parts.activation import Activation
+from firstlight.parts.moe import Router as RouterSpec
+from firstlight.spec.model import OpUse
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def empty(dtype: str, *shape: int) -> nn.Parameter:
+    """A parameter that has a shape but no memory yet; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=DTYPES[dtype], device="meta"), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """Product with a weight in checkpoint layout."""
+
+    def __init__(self, binder: Binder, num_in: int, num_out: int, dtype: str) -> None:
+        super().__init__()
+        self.weight = empty(dtype, num_out, num_in)
+        self.compute = binder.bind(OpUse.of("linear", dtype, I=num_in, O=num_out))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """One product."""
+        return self.compute(x_TI, self.weight)  # type: ignore[no-any-return]
+
+
+class RmsNorm(nn.Module):
+    """Norm over the last dim."""
+
+    def __init__(self, binder: Binder, dim: int, eps: float, dtype: str) -> None:
+        super().__init__()
+        self.weight = empty(dtype, dim)
+        self.eps = eps
+        self.compute = binder.bind(OpUse.of("rms_norm", dtype, D=dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """One norm."""
+        return self.compute(x_TD, self.weight, eps=self.eps)  # type: ignore[no-any-return]
+
+
+class GatedRmsNorm(nn.Module):
+    """Norm of every head times an activated gate."""
+
+    def __init__(self, binder: Binder, num_heads: int, head_v: int, eps: float, activation: str, dtype: str) -> None:
+        super().__init__()
+        self.weight = empty("float32", head_v)
+        self.eps = eps
+        self.activation = activation
+        self.compute = binder.bind(OpUse.of("gated_rms_norm", dtype, H=num_heads, V=head_v, activation=activation))
+
+    def forward(self, x_THV: Tensor, gate_THV: Tensor) -> Tensor:
+        """Normed, gated, cast once."""
+        return self.compute(x_THV, gate_THV, self.weight, eps=self.eps, activation=self.activation)  # type: ignore[no-any-return]
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution and SiLU with its window in a slot of the cache."""
+
+    def __init__(self, binder: Binder, width: int, window: int, dtype: str) -> None:
+        super().__init__()
+        self.weight = empty("float32", width, window)
+        self.compute = binder.bind(OpUse.of("short_conv", dtype, D=width, W=window))
+
+    def forward(self, x_TD: Tensor, window_SWD: Tensor, slots_N: Tensor, step: Step) -> Tensor:
+        """Convolves this step's tokens and leaves the new window in the slots."""
+        return self.compute(x_TD, self.weight, window_SWD, slots_N, step.starts_N1, step.contexts_N)  # type: ignore[no-any-return]
+
+
+class Act(nn.Module):
+    """Gated activation."""
+
+    def __init__(self, binder: Binder, spec: Activation, width: int, dtype: str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.compute = binder.bind(spec.use(width, dtype))
+
+    def forward(self, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        """act(gate) * up."""
+        spec = self.spec
+        return self.compute(gate_TI, up_TI, kind=spec.kind, beta=spec.beta, linear_beta=spec.linear_beta)  # type: ignore[no-any-return]
+
+
+class Router(nn.Module):
+    """Chooses experts; the module's output is (ids, weights) so that a trace holds the ids."""
+
+    def __init__(self, binder: Binder, spec: RouterSpec, dim: int, num_experts: int, top_k: int, dtype: str) -> None:
+        super().__init__()
+        self.weight = empty(dtype, num_experts, dim)
+        self.bias = empty("float32", num_experts) if spec.biased else None
+        self.spec, self.top_k = spec, top_k
+        self.compute = binder.bind(spec.use(dim, num_experts, top_k, dtype))
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids_TX, weights_TX)."""
+        spec = self.spec
+        weights_TX, ids_TX = self.compute(
+            x_TD, self.weight, self.bias, top_k=self.top_k, score=spec.score, num_groups=spec.num_groups, top_groups=spec.top_groups,
+            renormalize=spec.renormalize, scale=spec.scale)
+        return ids_TX, weights_TX
+
+
+class Experts(nn.Module):
+    """A bank of experts in whatever format the checkpoint has; `bank` is set by the loader."""
+
+    def __init__(self, binder: Binder, spec: Activation, use: OpUse) -> None:
+        super().__init__()
+        self.spec = spec
+        self.bank: Bank | None = None
+        self.compute = binder.bind(use)
+
+    def forward(self, x_TD: Tensor, ids_TX: Tensor, weights_TX: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts."""
+        spec = self.spec
+        return self.compute(x_TD, self.bank, ids_TX, weights_TX, kind=spec.kind, beta=spec.beta, linear_beta=spec.linear_beta)  # type: ignore[no-any-return]

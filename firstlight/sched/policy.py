@@ -1,0 +1,22 @@
+"""Who goes first: functions of a sequence and the time, smaller results first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from firstlight.sched.sequence import Sequence, Status
+
+Policy = Callable[[Sequence, float], tuple[float, ...]]
+
+PATIENCE_S = 30.0
+
+
+def by_arrival(seq: Sequence, now: float) -> tuple[float, ...]:
+    """First come, first served; priorities are ignored."""
+    return (seq.arrived_s,)
+
+
+def by_priority(seq: Sequence, now: float) -> tuple[float, ...]:
+    """Priority, then arrival; who waits rises one priority every PATIENCE_S, so nobody starves."""
+    risen = int((now - seq.arrived_s) / PATIENCE_S) if seq.status is Status.WAITING else 0
+    return (max(0, seq.priority - max(0, risen)), seq.arrived_s)

@@ -1,0 +1,358 @@
+"""Who goes next: every step, computed tokens catch up with known tokens. Pure but for its queues; time comes in as a number."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from firstlight.cache.manager import BlockTable, CacheManager, Prefix
+from firstlight.sched.policy import Policy, by_priority
+from firstlight.sched.sequence import Batch, Chunk, Event, Priority, Sequence, Status, StepResult
+from firstlight.spec.errors import CapacityError, ConfigError, RequestError
+
+# Growth, in tokens per sequence, that must stay free when a sequence enters that was preempted so many times.
+# After the last entry its whole need and that of all running ones must fit: then it cannot be preempted for want of blocks.
+LOOKAHEAD_TOKENS = (32, 512)
+MAX_PREEMPTIONS = len(LOOKAHEAD_TOKENS)
+
+# A prefill with more chunks than this to go is long: all long ones together get half a step while short ones wait.
+LONG_CHUNKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one step may hold. At most `sequences_per_step` sequences own blocks at a time, one token each at least.
+
+    Raises: ConfigError when one of them is not above zero.
+    """
+
+    tokens_per_step: int = 2048
+    sequences_per_step: int = 64
+    chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}, no step could do anything", "Use 1 or more.")
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The step being put together; `lane` is what long prefills may still take of `budget`."""
+
+    budget: int
+    lane: int = 0
+    prefilling: bool = False
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    preempted: set[int] = field(default_factory=set)
+
+    def put(self, seq: Sequence, num_tokens: int, table: BlockTable) -> None:
+        self.chunks[seq.seq_id] = Chunk(seq, seq.num_computed, seq.num_computed + num_tokens, table)
+        self.budget -= num_tokens
+
+    def drop(self, seq_id: int) -> None:
+        self.preempted.add(seq_id)
+        chunk = self.chunks.pop(seq_id, None)
+        if chunk is not None:
+            self.budget += chunk.end - chunk.begin
+
+
+class Scheduler:
+    """Running sequences own blocks and come first; waiting ones own nothing and enter in the order of the policy.
+
+    Progress: each step advances somebody, and nobody is preempted more than MAX_PREEMPTIONS times unless by `preempt`.
+    """
+
+    def __init__(self, limits: Limits, cache: CacheManager, *, policy: Policy = by_priority, max_context: int | None = None) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.max_context = sys.maxsize if max_context is None else max_context
+        self._policy = policy
+        self._now = 0.0
+        # Every running sequence gets at least a token per step, so there are never more of them than tokens.
+        self._num_slots = min(limits.sequences_per_step, limits.tokens_per_step)
+        self._sequences: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}  # in order of admission
+        self._waiting: dict[Priority, list[tuple[tuple[float, ...], int]]] = {priority: [] for priority in Priority}
+        self._entries: dict[int, tuple[tuple[float, ...], int]] = {}
+        self._splits: dict[int, list[int]] = {}
+        self._batch: Batch | None = None
+        self._in_flight: frozenset[int] = frozenset()
+        self._cancelled: set[int] = set()
+        self._to_preempt: set[int] = set()
+        self._events: list[Event] = []
+        self._totals = {"preemptions": 0, "prompt_tokens": 0, "computed_tokens": 0, "recomputed_tokens": 0}
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises: CapacityError when it could never fit, RequestError when its id is in use."""
+        if seq.seq_id in self._sequences:
+            raise RequestError(f"request {seq.seq_id} is still being served", "Use a new id.")
+        self._check_room(seq)
+        self._sequences[seq.seq_id] = seq
+        if seq.split:
+            self._splits[seq.seq_id] = list(accumulate(seq.split))
+        self._totals["prompt_tokens"] += seq.num_prompt
+        self._enqueue(seq)
+
+    def cancel(self, seq_id: int) -> None:
+        """End a sequence with "abort"; in any phase, more than once, and for unknown ids. The batch in flight is left whole."""
+        if seq_id in self._in_flight:
+            self._cancelled.add(seq_id)
+        elif seq_id in self._sequences:
+            self._end(self._sequences[seq_id], "abort")
+
+    def preempt(self, seq_id: int) -> None:
+        """Take the blocks of a running sequence; it is computed again later. No-op for any other id."""
+        if seq_id in self._in_flight:
+            self._to_preempt.add(seq_id)
+        elif seq_id in self._running:
+            self._preempt(self._running[seq_id])
+
+    def idle(self) -> bool:
+        """Whether nothing is left to compute or to tell."""
+        return not self._sequences and not self._events
+
+    def counts(self) -> dict[str, int]:
+        """Sequences running and waiting; totals of preemptions and of prompt, computed and thrown-away (recomputed) tokens."""
+        return {"running": len(self._running), "waiting": len(self._entries), **self._totals}
+
+    def schedule(self, now: float) -> Batch:
+        """The work of the next step; `update` or `fail` must follow."""
+        assert self._batch is None, "the last batch has not come back"
+        self._now = now
+        order = sorted(self._running.values(), key=lambda seq: self._policy(seq, now))
+        plan = _Plan(self.limits.tokens_per_step)
+        self._plan_decodes(plan, order)
+        self._plan_prefills(plan, order)
+        self._admit(plan)
+        if plan.chunks:
+            batch = Batch(tuple(plan.chunks.values()), fresh=self.cache.take_fresh(), scrub=self.cache.take_scrub())
+        else:
+            batch = Batch(())
+        self._batch, self._in_flight = batch, frozenset(plan.chunks)
+        return batch
+
+    def update(self, batch: Batch, result: StepResult, now: float) -> list[Event]:
+        """Enter what a step brought; all events since the last call, each end exactly once."""
+        assert batch is self._batch, "this batch is not in flight"
+        self._now = now
+        self._batch, self._in_flight = None, frozenset()
+        for chunk in batch.chunks:
+            self._advance(chunk, result)
+        for seq_id in self._to_preempt & self._running.keys():
+            self._preempt(self._running[seq_id])
+        self._cancelled.clear()
+        self._to_preempt.clear()
+        events, self._events = self._events, []
+        return events
+
+    def fail(self, batch: Batch, message: str, now: float) -> list[Event]:
+        """Enter that a step broke down as a whole: its sequences end with "error", all others go on."""
+        self.cache.mark_scrub(batch.scrub)
+        errors = {chunk.seq.seq_id: message for chunk in batch.chunks}
+        return self.update(batch, StepResult({}, 0.0, errors=errors), now)
+
+    def _plan_decodes(self, plan: _Plan, order: list[Sequence]) -> None:
+        for seq in order:
+            if seq.num_pending == 1 and seq.seq_id in self._running:
+                table = self._grow(seq, plan, order)
+                if table is not None:
+                    plan.put(seq, 1, table)
+
+    def _grow(self, seq: Sequence, plan: _Plan, order: list[Sequence]) -> BlockTable | None:
+        """Blocks for all tokens of a running sequence, taken from the last in order if need be; None: it was the last itself."""
+        while True:
+            table = self.cache.reserve(seq.seq_id, len(seq.tokens))
+            if table is not None:
+                return table
+            # Whoever entered last without a full promise has been preempted fewer times than allowed, so there is always a victim.
+            victim = next(
+                other for other in reversed(order) if other.seq_id in self._running and other.num_preemptions < MAX_PREEMPTIONS
+            )
+            assert len(self._running) > 1, "a lone sequence does not fit, though `add` said so"
+            plan.drop(victim.seq_id)
+            self._preempt(victim)
+            if victim is seq:
+                return None
+
+    def _plan_prefills(self, plan: _Plan, order: list[Sequence]) -> None:
+        prefills = [seq for seq in order if seq.num_pending > 1 and seq.seq_id in self._running]
+        shorts = [seq for seq in prefills if not self._is_long(seq)]
+        others = bool(shorts) or (bool(self._entries) and len(self._running) < self._num_slots)
+        plan.lane = -(-plan.budget // 2) if others else plan.budget
+        for seq in [seq for seq in prefills if self._is_long(seq)] + shorts:
+            table = self.cache.reserve(seq.seq_id, len(seq.tokens))
+            assert table is not None, "a prefill lost blocks that it had"
+            self._plan_prefill(plan, seq, table)
+
+    def _plan_prefill(self, plan: _Plan, seq: Sequence, table: BlockTable) -> None:
+        forced = self._forced_end(seq)
+        room = min(plan.lane, plan.budget) if self._is_long(seq) else plan.budget
+        if forced is None:
+            size = min(seq.num_pending, self.limits.chunk_tokens, room)
+        else:
+            # A forced chunk is never cut: it waits for room, or goes first and beyond the budget.
+            size = forced - seq.num_computed
+            if size > room and plan.prefilling:
+                return
+        if size > 0:
+            plan.lane -= size if self._is_long(seq) else 0
+            plan.prefilling = True
+            plan.put(seq, size, table)
+
+    def _is_long(self, seq: Sequence) -> bool:
+        return seq.num_pending > LONG_CHUNKS * self.limits.chunk_tokens
+
+    def _forced_end(self, seq: Sequence) -> int | None:
+        ends = self._splits.get(seq.seq_id)
+        if ends is None or ends[-1] <= seq.num_computed:
+            return None
+        forced = next(end for end in ends[bisect_left(ends, seq.num_computed + 1) :])
+        return min(forced, len(seq.tokens))
+
+    def _admit(self, plan: _Plan) -> None:
+        """Let waiting sequences enter strictly in order: none overtakes one that does not fit yet."""
+        while plan.budget > 0 and self._entries:
+            heads = [self._sequences[queue[0][1]] for queue in self._waiting.values() if queue]
+            seq = min(heads, key=lambda head: (self._policy(head, self._now), head.seq_id))
+            if seq.seq_id in plan.preempted:
+                return
+            prefix = self.cache.match(seq.tokens, salt=seq.salt)
+            table = self._enter(seq, prefix) or self._displace(seq, prefix, plan)
+            if table is None:
+                return
+            self._dequeue(seq)
+            self._running[seq.seq_id] = seq
+            seq.status = Status.RUNNING
+            seq.num_computed = prefix.num_tokens
+            if not seq.num_preemptions:
+                seq.num_cached_tokens = prefix.num_tokens
+            self._plan_prefill(plan, seq, table)
+
+    def _enter(self, seq: Sequence, prefix: Prefix) -> BlockTable | None:
+        if len(self._running) >= self._num_slots:
+            return None
+        keeping = self._lengths([*self._running.values(), seq], seq)
+        return self.cache.reserve(seq.seq_id, len(seq.tokens), prefix=prefix, keeping=keeping)
+
+    def _displace(self, seq: Sequence, prefix: Prefix, plan: _Plan) -> BlockTable | None:
+        """Preempt running sequences of lower priority, the last in order first, if that lets this one enter."""
+        key = self._policy(seq, self._now)
+        keys = {other.seq_id: self._policy(other, self._now) for other in self._running.values() if other.priority > seq.priority}
+        victims = [
+            other
+            for other in reversed(self._running.values())
+            if keys.get(other.seq_id, key) > key and other.num_preemptions < MAX_PREEMPTIONS
+        ]
+        stay = [other for other in self._running.values() if other not in victims]
+        if not victims or not self.cache.fits(*self._lengths([*stay, seq], seq).values()):
+            return None
+        for victim in sorted(victims, key=lambda other: keys[other.seq_id], reverse=True):
+            plan.drop(victim.seq_id)
+            self._preempt(victim)
+            table = self._enter(seq, prefix)
+            if table is not None:
+                return table
+        return None
+
+    def _lengths(self, sequences: Iterable[Sequence], entering: Sequence) -> dict[int, int]:
+        """How far each should be able to grow for `entering` to enter."""
+        if entering.num_preemptions >= MAX_PREEMPTIONS:
+            return {seq.seq_id: self._need(seq) for seq in sequences}
+        ahead = LOOKAHEAD_TOKENS[entering.num_preemptions]
+        return {seq.seq_id: min(self._need(seq), len(seq.tokens) + ahead) for seq in sequences}
+
+    def _need(self, seq: Sequence) -> int:
+        """Rows at its end; the last sampled token is never computed."""
+        if seq.collect:
+            return seq.num_prompt
+        return min(seq.num_prompt + seq.sampling.max_tokens, self.max_context) - 1
+
+    def _check_room(self, seq: Sequence) -> None:
+        most = self.max_context - (0 if seq.collect else 1)
+        if seq.num_prompt > most:
+            fact = f"request {seq.seq_id} has a prompt of {seq.num_prompt} tokens, the context of {self.max_context} leaves {most} for it"
+            raise CapacityError(fact, "Shorten the prompt, or raise max_context.")
+        need = self._need(seq)
+        if not self.cache.fits(need):
+            capacity = self.cache.capacity_tokens
+            fact = f"request {seq.seq_id} needs {need} tokens of cache (prompt {seq.num_prompt}), an empty cache holds {capacity}"
+            assert capacity is not None, "only rows can be too few for one sequence"
+            spare = capacity + 1 - seq.num_prompt
+            lower = f"Lower max_tokens to {spare} or less" if spare > 0 and not seq.collect else "Shorten the prompt"
+            raise CapacityError(fact, f"{lower}, or raise cache_bytes.")
+
+    def _enqueue(self, seq: Sequence) -> None:
+        # The order inside a priority is fixed on joining; between priorities it is asked anew in each step.
+        seq.status = Status.WAITING
+        entry = (self._policy(seq, max(self._now, seq.arrived_s)), seq.seq_id)
+        self._entries[seq.seq_id] = entry
+        insort(self._waiting[seq.priority], entry)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        entry = self._entries.pop(seq.seq_id, None)
+        if entry is not None:
+            queue = self._waiting[seq.priority]
+            del queue[bisect_left(queue, entry)]
+
+    def _preempt(self, seq: Sequence) -> None:
+        del self._running[seq.seq_id]
+        self.cache.release(seq.seq_id)
+        self._totals["preemptions"] += 1
+        self._totals["recomputed_tokens"] += seq.num_computed
+        seq.num_preemptions += 1
+        seq.num_computed = 0
+        self._enqueue(seq)
+
+    def _advance(self, chunk: Chunk, result: StepResult) -> None:
+        seq = chunk.seq
+        error = result.errors.get(seq.seq_id)
+        token = result.next_tokens.get(seq.seq_id) if chunk.samples else None
+        if error is None and token is None and chunk.samples:
+            error = f"the runner returned no token for request {seq.seq_id} at position {chunk.end}"
+        if seq.seq_id in self._cancelled:
+            self._end(seq, "abort", scrub=error is not None)
+            return
+        if error is not None:
+            self._end(seq, "error", error=error, scrub=True)
+            return
+        seq.num_computed = chunk.end
+        self._totals["computed_tokens"] += chunk.end - chunk.begin
+        self.cache.commit(seq.seq_id, seq.tokens, chunk.end)
+        if token is not None:
+            seq.tokens.append(token)
+            finish = self._finish(seq, token)
+            if finish is None:
+                self._tell(seq, token, None, logprobs=result.logprobs.get(seq.seq_id))
+            else:
+                self._end(seq, finish, token=token, logprobs=result.logprobs.get(seq.seq_id))
+        elif seq.collect:
+            self._events.append(Event(seq.seq_id, None, None, logits=result.logits.get(seq.seq_id), begin=chunk.begin))
+            if seq.num_computed >= seq.num_prompt:
+                self._end(seq, "length")
+
+    def _finish(self, seq: Sequence, token: int) -> str | None:
+        sampling = seq.sampling
+        stops = token in sampling.stop_token_ids or (token in seq.stop_ids and not sampling.ignore_eos)
+        if stops and seq.num_generated >= sampling.min_tokens:
+            return "stop"
+        full = seq.num_generated >= sampling.max_tokens or len(seq.tokens) >= self.max_context
+        return "length" if full else None
+
+    def _end(
+        self, seq: Sequence, finish: str, *, token: int | None = None, error: str | None = None, scrub: bool = False, logprobs: object = None
+    ) -> None:
+        self.cache.release(seq.seq_id, scrub=scrub)
+        self._dequeue(seq)
+        self._running.pop(seq.seq_id, None)
+        self._splits.pop(seq.seq_id, None)
+        del self._sequences[seq.seq_id]
+        seq.status, seq.finish, seq.error = Status.FINISHED, finish, error
+        self._tell(seq, token, finish, error, logprobs)
+
+    def _tell(self, seq: Sequence, token: int | None, finish: str | None, error: str | None = None, logprobs: object = None) -> None:
+        self._events.append(Event(
+            seq.seq_id, token, finish, error, logprobs, num_cached_tokens=seq.num_cached_tokens, num_preemptions=seq.num_preemptions))

@@ -1,0 +1,122 @@
+"""From planned moves to tensors in memory: mapped where the bytes already fit, cast or unpacked where they do not.
+
+Letters: O I rows and columns of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from firstlight.ops.experts import Bank
+from firstlight.ops.mxfp4_unpack import mxfp4_unpack
+from firstlight.spec.errors import CapacityError
+from firstlight.spec.model import ModelSpec, TensorSpec
+from firstlight.spec.weights import NameMap
+from firstlight.weights.checkpoint import Checkpoint
+from firstlight.weights.ledger import BANK, Move, Plan, Report, bank_of, match
+from firstlight.weights.memory import available_bytes
+from firstlight.weights.problems import Problems
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
+LIGHT_BYTES = 1 << 20
+"""A light check looks at the numbers of tensors up to this size: norms, biases, decay vectors; and at every scale."""
+FULL_BYTES = 1 << 30
+"""Checkpoints up to this size are checked in full when nothing else is asked for."""
+NAN_SCALE = 255
+
+Check = Literal["auto", "light", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Parameters by name, banks of experts by the name of their module, and what was done."""
+
+    tensors: Mapping[str, Tensor]
+    banks: Mapping[str, Bank]
+    report: Report
+
+
+def load(
+    checkpoint: Checkpoint, spec: ModelSpec, names: NameMap, *, memory_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None, check: Check = "auto",
+) -> Loaded:
+    """Load every parameter exactly once; `progress` gets (tensors done, all).
+
+    Raises:
+        CheckpointError: names, shapes, formats or numbers are wrong; all that was found is listed.
+        CapacityError: the parameters need more than `memory_bytes` (what the system says is available when not given).
+    """
+    wanted = {each.name: each for each in spec.weights()}
+    plan = match(checkpoint.entries.values(), wanted.values(), names, str(checkpoint.folder))
+    _refuse_too_large(plan, memory_bytes)
+    full = check == "full" or (check == "auto" and checkpoint.num_bytes <= FULL_BYTES)
+    problems = Problems()
+    found: dict[tuple[str, str, int | None], Tensor] = {}
+    for done, move in enumerate(plan.moves):
+        found[move.param, move.facet, move.expert] = _move(checkpoint, move, full, problems)
+        if progress is not None:
+            progress(done + 1, len(plan.moves))
+    problems.raise_if_any(str(checkpoint.folder))
+    tensors = {param: tensor for (param, facet, _), tensor in found.items() if facet == "value" and bank_of(param) is None}
+    tensors |= {param: _unpacked(found, wanted[param]) for param in plan.unpacked}
+    banks = {name: _bank(found, name, count) for name, count in plan.banks.items()}
+    return Loaded(tensors, banks, plan.report)
+
+
+def _refuse_too_large(plan: Plan, memory_bytes: int | None) -> None:
+    free = available_bytes() if memory_bytes is None else memory_bytes
+    need = plan.report.memory_bytes
+    if free is not None and need > free:
+        raise CapacityError(
+            f"the parameters need {need:,} bytes ({need / 2**30:.1f} GiB) of memory, {free:,} bytes ({free / 2**30:.1f} GiB) are available",
+            "Use a machine with more memory, a smaller model, or dtype='auto' instead of 'float32'.")
+
+
+def _move(checkpoint: Checkpoint, move: Move, full: bool, problems: Problems) -> Tensor:
+    raw = checkpoint.tensor(move.entry.name)
+    if raw.dtype is torch.float8_e8m0fnu:
+        raw = raw.view(torch.uint8)
+    _check_numbers(raw, move, full, problems)
+    if tuple(raw.shape) != move.shape:
+        raw = _fitted(raw, move, problems)
+    return raw.to(DTYPES[move.dtype])
+
+
+def _check_numbers(raw: Tensor, move: Move, full: bool, problems: Problems) -> None:
+    if move.facet == "scale" and bool((raw == NAN_SCALE).any()):
+        problems.add("not finite", f"{move.entry.name} ({int((raw == NAN_SCALE).sum())} scales are NaN)")
+    elif move.facet == "value" and (full or move.entry.num_bytes <= LIGHT_BYTES) and not bool(torch.isfinite(raw).all()):
+        problems.add("not finite", f"{move.entry.name} ({int((~torch.isfinite(raw)).sum())} values are NaN or infinite)")
+
+
+def _fitted(raw: Tensor, move: Move, problems: Problems) -> Tensor:
+    if raw.numel() == torch.Size(move.shape).numel():
+        return raw.reshape(move.shape)
+    flat = raw.reshape(-1, *move.shape[1:])
+    kept, padding = flat[: move.shape[0]], flat[move.shape[0] :]
+    if bool((padding != 0).any()):
+        problems.add("padding", f"{move.entry.name} ({int((padding != 0).sum())} values beyond {move.shape[0]} are not zero)")
+    return kept
+
+
+def _unpacked(found: Mapping[tuple[str, str, int | None], Tensor], wanted: TensorSpec) -> Tensor:
+    packed_OI, scale_OI = found[wanted.name, "packed", None], found[wanted.name, "scale", None]
+    return mxfp4_unpack(packed_OI, scale_OI).to(DTYPES[wanted.dtype])
+
+
+def _bank(found: Mapping[tuple[str, str, int | None], Tensor], name: str, num_experts: int) -> Bank:
+    packed = any((f"{name}.gate", "packed", expert) in found for expert in (None, 0))
+
+    def pieces(leaf: str, facet: str) -> tuple[Tensor, ...]:
+        stacked = found.get((f"{name}.{leaf}", facet, None))
+        return tuple(stacked.unbind(0)) if stacked is not None else tuple(found[f"{name}.{leaf}", facet, e] for e in range(num_experts))
+
+    parts: dict[str, Any] = {leaf: pieces(leaf, "packed" if packed else "value") for leaf in BANK}
+    if packed:
+        parts |= {f"{leaf}_scale": pieces(leaf, "scale") for leaf in BANK}
+    return Bank("mxfp4" if packed else "dense", **parts)

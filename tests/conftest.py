@@ -1,0 +1,9 @@
+"""Settings for all tests: the same random inputs on every run, unless `--hypothesis-profile nightly` asks for new ones."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+settings.load_profile("ci")
