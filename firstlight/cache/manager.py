@@ -9,7 +9,7 @@ from typing import Literal
 
 from firstlight.spec.errors import CapacityError
 
-_NOTHING: Mapping[int, int] = {}
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class CacheManager:
         return Prefix()
 
     def reserve(
-        self, seq_id: int, num_tokens: int, *, prefix: Prefix | None = None, keeping: Mapping[int, int] = _NOTHING
+        self, seq_id: int, num_tokens: int, *, prefix: Prefix | None = None, upto: int = 0, spare: Mapping[str, int] = _NOTHING
     ) -> BlockTable | None:
         """Make the table hold `num_tokens`: in all groups, or None and nothing has changed.
 
-        `keeping` (sequence -> length) also refuses when those sequences, this one among them, could not grow so far afterwards.
+        Also None when afterwards it could not grow on to `upto` tokens with `spare` blocks per group left over for others.
         """
         assert prefix is None or not prefix.num_tokens, "nothing is shared yet, so no prefix can be resumed"
         table = self._tables.get(seq_id)
@@ -97,12 +97,11 @@ class CacheManager:
         for name, group in self._groups.items():
             held = len(table.blocks[name]) if table is not None else 0
             count = group.blocks_for(num_tokens) - held
+            most = max(count, group.blocks_for(upto) - held) if upto else count
+            if most > 0 and most + spare.get(name, 0) > len(self._free[name]):
+                return None
             if count > 0:
-                if count > len(self._free[name]):
-                    return None
                 lacking.append((name, count))
-        if keeping and not self._keeps({**keeping, seq_id: max(num_tokens, keeping.get(seq_id, 0))}):
-            return None
         if table is None:
             table = self._tables[seq_id] = BlockTable(seq_id, {name: array("q") for name in self._groups})
             self._committed[seq_id] = 0
@@ -130,7 +129,7 @@ class CacheManager:
             self.mark_scrub(table.blocks)
 
     def mark_scrub(self, blocks: Mapping[str, Iterable[int]]) -> None:
-        """Put blocks on the list of `take_scrub`: for those whose scrubbing failed."""
+        """Put blocks on the list of `take_scrub`: for those that a step should have prepared and did not."""
         for name, ids in blocks.items():
             self._scrub[name].extend(ids)
 
@@ -145,6 +144,16 @@ class CacheManager:
     def fits(self, *num_tokens: int) -> bool:
         """Whether an empty cache holds sequences of these lengths together."""
         return all(sum(map(group.blocks_for, num_tokens)) <= group.num_blocks for group in self._groups.values())
+
+    def growth(self, lengths: Mapping[int, int]) -> dict[str, int]:
+        """Blocks per group that these sequences (id -> length) lack to be so long."""
+        found = dict.fromkeys(self._groups, 0)
+        for seq_id, num_tokens in lengths.items():
+            table = self._tables.get(seq_id)
+            for name, group in self._groups.items():
+                held = len(table.blocks[name]) if table is not None else 0
+                found[name] += max(0, group.blocks_for(num_tokens) - held)
+        return found
 
     def usage(self) -> float:
         """Used share of the fullest group, 0 to 1."""
@@ -168,17 +177,6 @@ class CacheManager:
                 held, needed = len(table.blocks[name]), group.blocks_for(self._committed[seq_id])
                 assert held >= needed, f"{name}: sequence {seq_id} committed {needed} blocks and owns {held}"
                 assert group.kind == "rows" or held == 1, f"{name}: sequence {seq_id} owns {held} states"
-
-    def _keeps(self, lengths: Mapping[int, int]) -> bool:
-        for name, group in self._groups.items():
-            short = 0
-            for seq_id, num_tokens in lengths.items():
-                table = self._tables.get(seq_id)
-                held = len(table.blocks[name]) if table is not None else 0
-                short += max(0, group.blocks_for(num_tokens) - held)
-            if short > len(self._free[name]):
-                return False
-        return True
 
 
 def _drain(lists: dict[str, list[int]]) -> Mapping[str, tuple[int, ...]]:

@@ -201,7 +201,7 @@ class _Job:
         self.tokens.append(event.token)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
-        if self.detokenizer is not None:
+        if self.detokenizer is not None and event.finish != "stop":  # a stop token is no text
             self.pieces.append(self.detokenizer.feed(event.token))
 
     def output(self) -> Output:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 from itertools import count
+from operator import index
 from typing import Any, Protocol
 
 from firstlight.sched.scheduler import Scheduler
@@ -27,11 +29,13 @@ class Engine:
     """Owns the queue and drives a runner; one thread at a time may call it."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic, *, num_vocab: int, stop_ids: frozenset[int] = frozenset(),
+        self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic, *, num_vocab: int,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.num_vocab, self.stop_ids = num_vocab, stop_ids
         self._ids = count()
+        self._untold: list[Event] = []
 
     def submit(
         self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None, images: Rows[Any] = (),
@@ -41,9 +45,11 @@ class Engine:
 
         Raises: RequestError for what cannot be served as it is, CapacityError for what could never fit.
         """
-        self._check(tokens, params, priority, images)
+        ids = _checked_ids(tokens, self.num_vocab)
+        self._check_params(params)
+        _check_options(priority, salt, images, split, len(ids))
         seq = Sequence(
-            seq_id=next(self._ids), tokens=list(tokens), num_prompt=len(tokens), sampling=params, priority=Priority[priority.upper()],
+            seq_id=next(self._ids), tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()],
             arrived_s=self.clock(), salt=(salt or "").encode(), collect=collect, split=split, stop_ids=self.stop_ids)
         self.scheduler.add(seq)
         return seq.seq_id
@@ -57,34 +63,71 @@ class Engine:
         self.scheduler.preempt(seq_id)
 
     def step(self) -> list[Event]:
-        """One step; a step that breaks down ends its own sequences with "error" and leaves the engine alive."""
+        """One step. If the runner refuses the batch, its sequences end with "error"; all others and the engine go on.
+
+        Note: a mistake of ours (any other exception) passes through, and the ends of the sequences it hit come with the next step.
+        """
         batch = self.scheduler.schedule(self.clock())
-        if not batch.chunks:
-            return self.scheduler.update(batch, StepResult({}, 0.0), self.clock())
         try:
-            result = self.runner.run(batch)
+            result = self.runner.run(batch) if batch.chunks else StepResult({}, 0.0)
         except FirstlightError as error:
-            return self.scheduler.fail(batch, str(error), self.clock())
-        return self.scheduler.update(batch, result, self.clock())
+            events = self.scheduler.fail(batch, str(error), self.clock())
+        except BaseException as error:
+            self._untold += self.scheduler.fail(batch, f"the step broke down: {error!r}", self.clock())
+            raise
+        else:
+            events = self.scheduler.update(batch, result, self.clock())
+        events[:0], self._untold = self._untold, []
+        return events
 
     def idle(self) -> bool:
         """Whether nothing is left to do or to tell."""
-        return self.scheduler.idle()
+        return self.scheduler.idle() and not self._untold
 
     def counts(self) -> dict[str, int]:
         """Sequences running and waiting, totals of preemptions and tokens."""
         return self.scheduler.counts()
 
-    def _check(self, tokens: Rows[int], params: SamplingParams, priority: str, images: Rows[Any]) -> None:
-        if not tokens:
-            raise RequestError("the prompt has no tokens", "Give at least one token.")
-        bad = next((token for token in tokens if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.num_vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad!r} is outside of the vocabulary of {self.num_vocab}", f"Use ids from 0 to {self.num_vocab - 1}.")
-        beyond = [token for token in (*(params.logit_bias or {}), *params.stop_token_ids) if not 0 <= token < self.num_vocab]
-        if beyond:
-            raise RequestError(f"logit_bias or stop_token_ids name {beyond[0]}, outside of the vocabulary of {self.num_vocab}", f"Use ids from 0 to {self.num_vocab - 1}.")
-        if priority.upper() not in Priority.__members__:
-            raise RequestError(f"priority is {priority!r}", f"Use one of {', '.join(name.lower() for name in Priority.__members__)}.")
-        if images:
-            raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
+    def close(self) -> None:
+        """Give back what the runner holds."""
+        self.runner.close()
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
+            beyond = _beyond(ids, self.num_vocab)
+            if beyond is not None:
+                fact = f"`{name}` names token {beyond}, outside of the vocabulary of {self.num_vocab}"
+                raise RequestError(fact, f"Use ids from 0 to {self.num_vocab - 1}.")
+        if params.min_tokens > params.max_tokens:
+            raise RequestError(f"`min_tokens` is {params.min_tokens}, `max_tokens` only {params.max_tokens}", "Raise max_tokens.")
+
+
+def _checked_ids(tokens: Rows[int], num_vocab: int) -> list[int]:
+    if isinstance(tokens, (str, bytes)):
+        raise RequestError(f"the prompt is a {type(tokens).__name__}, not token ids", "Encode it with the model's tokenizer.")
+    try:
+        ids = [index(token) for token in tokens]
+    except TypeError:
+        raise RequestError("the prompt is no list of whole numbers", "Give token ids.") from None
+    if not ids:
+        raise RequestError("the prompt has no tokens", "Give at least one token.")
+    beyond = _beyond(ids, num_vocab)
+    if beyond is not None:
+        raise RequestError(f"token id {beyond} is outside of the vocabulary of {num_vocab}", f"Use ids from 0 to {num_vocab - 1}.")
+    return ids
+
+
+def _beyond(ids: Iterable[int], num_vocab: int) -> int | None:
+    return next((token for token in ids if not 0 <= token < num_vocab), None)
+
+
+def _check_options(priority: str, salt: str | None, images: Rows[Any], split: tuple[int, ...], num_tokens: int) -> None:
+    if not isinstance(priority, str) or priority.upper() not in Priority.__members__:
+        raise RequestError(f"`priority` is {priority!r}", f"Use one of {', '.join(name.lower() for name in Priority.__members__)}.")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"`salt` is {salt!r}", "Use a string, or None.")
+    if images:
+        raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
+    if split and (min(split) < 1 or sum(split) > num_tokens):
+        fact = f"chunks {list(split)} sum to {sum(split)} for a prompt of {num_tokens} tokens"
+        raise RequestError(fact, "Give positive sizes that sum to no more than the prompt.")

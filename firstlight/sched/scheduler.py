@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -24,7 +23,7 @@ LONG_CHUNKS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one step may hold. At most `sequences_per_step` sequences own blocks at a time, one token each at least.
+    """What one step may hold. At most `sequences_per_step` sequences own blocks at a time, and no more than there are tokens in a step.
 
     Raises: ConfigError when one of them is not above zero.
     """
@@ -41,13 +40,17 @@ class Limits:
 
 @dataclass(slots=True)
 class _Plan:
-    """The step being put together; `lane` is what long prefills may still take of `budget`."""
+    """The step being put together; `lane` is what long prefills may still take of `budget`.
+
+    `spare`: times preempted -> blocks per group that running sequences must be left when one enters that was preempted so often.
+    """
 
     budget: int
     lane: int = 0
     prefilling: bool = False
     chunks: dict[int, Chunk] = field(default_factory=dict)
     preempted: set[int] = field(default_factory=set)
+    spare: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def put(self, seq: Sequence, num_tokens: int, table: BlockTable) -> None:
         self.chunks[seq.seq_id] = Chunk(seq, seq.num_computed, seq.num_computed + num_tokens, table)
@@ -55,6 +58,7 @@ class _Plan:
 
     def drop(self, seq_id: int) -> None:
         self.preempted.add(seq_id)
+        self.spare.clear()
         chunk = self.chunks.pop(seq_id, None)
         if chunk is not None:
             self.budget += chunk.end - chunk.begin
@@ -72,7 +76,7 @@ class Scheduler:
         self.max_context = sys.maxsize if max_context is None else max_context
         self._policy = policy
         self._now = 0.0
-        # Every running sequence gets at least a token per step, so there are never more of them than tokens.
+        # Every decode gets its token in every step, so no more may run than there are tokens.
         self._num_slots = min(limits.sequences_per_step, limits.tokens_per_step)
         self._sequences: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # in order of admission
@@ -126,8 +130,11 @@ class Scheduler:
         order = sorted(self._running.values(), key=lambda seq: self._policy(seq, now))
         plan = _Plan(self.limits.tokens_per_step)
         self._plan_decodes(plan, order)
+        plan.lane = self._lane(plan.budget, order)
         self._plan_prefills(plan, order)
         self._admit(plan)
+        plan.lane = plan.budget
+        self._plan_prefills(plan, list(self._running.values()))
         if plan.chunks:
             batch = Batch(tuple(plan.chunks.values()), fresh=self.cache.take_fresh(), scrub=self.cache.take_scrub())
         else:
@@ -142,7 +149,7 @@ class Scheduler:
         self._batch, self._in_flight = None, frozenset()
         for chunk in batch.chunks:
             self._advance(chunk, result)
-        for seq_id in self._to_preempt & self._running.keys():
+        for seq_id in sorted(self._to_preempt & self._running.keys()):
             self._preempt(self._running[seq_id])
         self._cancelled.clear()
         self._to_preempt.clear()
@@ -151,7 +158,9 @@ class Scheduler:
 
     def fail(self, batch: Batch, message: str, now: float) -> list[Event]:
         """Enter that a step broke down as a whole: its sequences end with "error", all others go on."""
+        # The runner may not have come to the blocks that it was to prepare; none of them has been written since.
         self.cache.mark_scrub(batch.scrub)
+        self.cache.mark_scrub(batch.fresh)
         errors = {chunk.seq.seq_id: message for chunk in batch.chunks}
         return self.update(batch, StepResult({}, 0.0, errors=errors), now)
 
@@ -178,12 +187,16 @@ class Scheduler:
             if victim is seq:
                 return None
 
+    def _lane(self, budget: int, order: list[Sequence]) -> int:
+        """What long prefills may take before short ones, waiting ones among them, have had their turn."""
+        shorts = any(seq.num_pending > 1 and not self._is_long(seq) for seq in order)
+        return -(-budget // 2) if shorts or (self._entries and len(self._running) < self._num_slots) else budget
+
     def _plan_prefills(self, plan: _Plan, order: list[Sequence]) -> None:
-        prefills = [seq for seq in order if seq.num_pending > 1 and seq.seq_id in self._running]
-        shorts = [seq for seq in prefills if not self._is_long(seq)]
-        others = bool(shorts) or (bool(self._entries) and len(self._running) < self._num_slots)
-        plan.lane = -(-plan.budget // 2) if others else plan.budget
-        for seq in [seq for seq in prefills if self._is_long(seq)] + shorts:
+        prefills = [seq for seq in order if seq.num_pending > 1 and seq.seq_id in self._running and seq.seq_id not in plan.chunks]
+        for seq in sorted(prefills, key=self._is_long, reverse=True):
+            if plan.budget <= 0:
+                return
             table = self.cache.reserve(seq.seq_id, len(seq.tokens))
             assert table is not None, "a prefill lost blocks that it had"
             self._plan_prefill(plan, seq, table)
@@ -210,8 +223,7 @@ class Scheduler:
         ends = self._splits.get(seq.seq_id)
         if ends is None or ends[-1] <= seq.num_computed:
             return None
-        forced = next(end for end in ends[bisect_left(ends, seq.num_computed + 1) :])
-        return min(forced, len(seq.tokens))
+        return min(ends[bisect_left(ends, seq.num_computed + 1)], len(seq.tokens))
 
     def _admit(self, plan: _Plan) -> None:
         """Let waiting sequences enter strictly in order: none overtakes one that does not fit yet."""
@@ -221,7 +233,7 @@ class Scheduler:
             if seq.seq_id in plan.preempted:
                 return
             prefix = self.cache.match(seq.tokens, salt=seq.salt)
-            table = self._enter(seq, prefix) or self._displace(seq, prefix, plan)
+            table = self._enter(seq, prefix, plan) or self._displace(seq, prefix, plan)
             if table is None:
                 return
             self._dequeue(seq)
@@ -231,12 +243,22 @@ class Scheduler:
             if not seq.num_preemptions:
                 seq.num_cached_tokens = prefix.num_tokens
             self._plan_prefill(plan, seq, table)
+            if seq.seq_id not in plan.chunks:
+                return
 
-    def _enter(self, seq: Sequence, prefix: Prefix) -> BlockTable | None:
+    def _enter(self, seq: Sequence, prefix: Prefix, plan: _Plan) -> BlockTable | None:
         if len(self._running) >= self._num_slots:
             return None
-        keeping = self._lengths([*self._running.values(), seq], seq)
-        return self.cache.reserve(seq.seq_id, len(seq.tokens), prefix=prefix, keeping=keeping)
+        times = min(seq.num_preemptions, MAX_PREEMPTIONS)
+        if times not in plan.spare:
+            plan.spare[times] = self.cache.growth({other.seq_id: self._reach(other, times) for other in self._running.values()})
+        upto = self._reach(seq, times)
+        table = self.cache.reserve(seq.seq_id, len(seq.tokens), prefix=prefix, upto=upto, spare=plan.spare[times])
+        if table is not None:
+            for level, spare in plan.spare.items():
+                for name, count in self.cache.growth({seq.seq_id: self._reach(seq, level)}).items():
+                    spare[name] += count
+        return table
 
     def _displace(self, seq: Sequence, prefix: Prefix, plan: _Plan) -> BlockTable | None:
         """Preempt running sequences of lower priority, the last in order first, if that lets this one enter."""
@@ -247,23 +269,22 @@ class Scheduler:
             for other in reversed(self._running.values())
             if keys.get(other.seq_id, key) > key and other.num_preemptions < MAX_PREEMPTIONS
         ]
+        times = min(seq.num_preemptions, MAX_PREEMPTIONS)
         stay = [other for other in self._running.values() if other not in victims]
-        if not victims or not self.cache.fits(*self._lengths([*stay, seq], seq).values()):
+        if not victims or not self.cache.fits(*(self._reach(other, times) for other in [*stay, seq])):
             return None
         for victim in sorted(victims, key=lambda other: keys[other.seq_id], reverse=True):
             plan.drop(victim.seq_id)
             self._preempt(victim)
-            table = self._enter(seq, prefix)
+            table = self._enter(seq, prefix, plan)
             if table is not None:
                 return table
         return None
 
-    def _lengths(self, sequences: Iterable[Sequence], entering: Sequence) -> dict[int, int]:
-        """How far each should be able to grow for `entering` to enter."""
-        if entering.num_preemptions >= MAX_PREEMPTIONS:
-            return {seq.seq_id: self._need(seq) for seq in sequences}
-        ahead = LOOKAHEAD_TOKENS[entering.num_preemptions]
-        return {seq.seq_id: min(self._need(seq), len(seq.tokens) + ahead) for seq in sequences}
+    def _reach(self, seq: Sequence, times: int) -> int:
+        """How far a sequence should be able to grow for one to enter that was preempted so many times."""
+        need = self._need(seq)
+        return need if times >= MAX_PREEMPTIONS else min(need, len(seq.tokens) + LOOKAHEAD_TOKENS[times])
 
     def _need(self, seq: Sequence) -> int:
         """Rows at its end; the last sampled token is never computed."""

@@ -1,6 +1,7 @@
 """Attention over cached latents: short chunks meet the rows as they are (absorbed form), long ones expand keys and values block by block.
 
-Letters as in firstlight/ops/latent_attention.py; M rows gathered at once, D = P + V, G batches of a product, X query rows of one batch.
+Letters: P query channels met by expanded keys, Q = P + R, C = L + R, D = P + V, M rows gathered at once, G batches of a product,
+X query rows of one batch, O = H * D; the rest as in ops/declared.py.
 Memory beside the output: at most GATHER_BYTES of gathered rows (then blocks), a few temporaries of SCORE_ELEMENTS fp32 values, and the
 running sums of one chunk; nothing grows with the context. Up to GATHER_BYTES the number of calls per decoded token is constant.
 Source: absorbed form, arXiv 2405.04434 (appendix C); running softmax, arXiv 2205.14135 (s. 3.1).
@@ -40,10 +41,9 @@ class RunningSoftmax:
     @classmethod
     def start(cls, num_batches: int, num_queries: int, width: int, device: torch.device) -> RunningSoftmax:
         """Nothing seen yet."""
-        one = (num_batches, num_queries, 1)
-        peak_GX1 = torch.full(one, -torch.inf, dtype=torch.float32, device=device)
-        sums = torch.zeros(num_batches, num_queries, width + 1, dtype=torch.float32, device=device)
-        return cls(peak_GX1, sums[..., width:], sums[..., :width])
+        shape = (num_batches, num_queries)
+        peak_GX1 = torch.full((*shape, 1), -torch.inf, dtype=torch.float32, device=device)
+        return cls(peak_GX1, torch.zeros_like(peak_GX1), torch.zeros(*shape, width, dtype=torch.float32, device=device))
 
     def add(self, scores_GXM: Tensor, values_GMV: Tensor, first: int) -> None:
         """Take in a block for the queries from `first` on; every one of them sees a key of it. Destroys the scores."""

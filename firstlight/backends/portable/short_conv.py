@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +20,7 @@ def short_conv(x_TD: Tensor, weight_DW: Tensor, window_SWD: Tensor, slots_N: Ten
     if bool((lengths_N == 1).all()):
         rows_NWD = torch.cat((past_NWD, x_TD.float()[:, None]), dim=1)
         window_SWD[slots_N] = rows_NWD[:, 1:].to(window_SWD.dtype)
-        return F.silu((rows_NWD * taps_WD).sum(1)).to(x_TD.dtype)
+        return F.silu(_weigh(rows_NWD.unbind(1), taps_WD)).to(x_TD.dtype)
     token_T, window_NW = _places(starts_N1, lengths_N, num_kept)
     token_T, window_NW = token_T.to(x_TD.device), window_NW.to(x_TD.device)
     rows_PD = past_NWD.new_empty(len(token_T) + window_NW.numel(), x_TD.shape[1])
@@ -26,10 +28,16 @@ def short_conv(x_TD: Tensor, weight_DW: Tensor, window_SWD: Tensor, slots_N: Ten
     rows_PD[window_NW] = past_NWD
     window_SWD[slots_N] = rows_PD[window_NW + lengths_N.to(x_TD.device)[:, None]].to(window_SWD.dtype)
     num_outputs = len(rows_PD) - num_kept
-    sum_PD = rows_PD[:num_outputs] * taps_WD[0]
-    for tap in range(1, num_kept + 1):
-        sum_PD.addcmul_(rows_PD[tap : tap + num_outputs], taps_WD[tap])
+    sum_PD = _weigh([rows_PD[tap : tap + num_outputs] for tap in range(num_kept + 1)], taps_WD)
     return F.silu(sum_PD[token_T - num_kept]).to(x_TD.dtype)
+
+
+def _weigh(shifted: Sequence[Tensor], taps_WD: Tensor) -> Tensor:
+    """Sum of tap times row, oldest first in decode and prefill alike; one [rows, D] per tap."""
+    total_PD = shifted[0] * taps_WD[0]
+    for rows_PD, tap_D in zip(shifted[1:], taps_WD[1:], strict=True):
+        total_PD.addcmul_(rows_PD, tap_D)
+    return total_PD
 
 
 def _places(starts_N1: Tensor, lengths_N: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
