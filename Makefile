@@ -32,6 +32,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 demo: $(READY)
+	@echo "The embedded model has random weights: what follows is noise, made by the whole engine."
 	$(BIN)/firstlight generate --prompt "$(PROMPT)" --max-tokens 48
 
 test: $(READY)

@@ -122,7 +122,8 @@ def _spec(found: ModelFile, options: Options) -> ModelSpec:
     if options.max_context is None:
         return spec
     if options.max_context > spec.max_context:
-        raise ConfigError(f"max_context is {options.max_context:,}, the model was made for {spec.max_context:,}", f"Use at most {spec.max_context:,}.")
+        fact = f"max_context is {options.max_context:,}, the model was made for {spec.max_context:,}"
+        raise ConfigError(fact, f"Use at most {spec.max_context:,}.")
     return spec.with_context(options.max_context)
 
 

@@ -90,7 +90,8 @@ class LLM:
             raise RequestError("cached=True was given, this version keeps no prefix", "Leave cached out.")
         split = tuple(chunks or ())
         if split and (sum(split) != len(tokens) or min(split) < 1):
-            raise RequestError(f"chunks {list(split)} sum to {sum(split)} for {len(tokens)} tokens", "Give positive sizes that sum to the number of tokens.")
+            fact = f"chunks {list(split)} sum to {sum(split)} for {len(tokens)} tokens"
+            raise RequestError(fact, "Give positive sizes that sum to the number of tokens.")
         seq_id = self.engine.submit(list(tokens), SamplingParams(max_tokens=1), collect=True, split=split)
         rows: dict[int, Tensor] = {}
         while not self.engine.idle():
@@ -216,4 +217,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A lone prompt counts as a batch of one."""
     if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(item, int) for item in prompts)):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)
+    return [*prompts]

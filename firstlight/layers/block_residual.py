@@ -5,6 +5,7 @@ Letters: M sources, T packed tokens, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class BlockResidual(nn.Module):
     def __init__(self, spec: Spec, mesh: Mesh, binder: Binder) -> None:
         super().__init__()
         self.spec = spec
-        self.compute = {}
+        self.compute: dict[str, Callable[..., Tensor]] = {}
         for seat in spec.seats:
             for leaf, shape in (("norm", (spec.dim,)), ("proj", (1, spec.dim))):
                 holder = nn.Module()
@@ -58,9 +59,9 @@ class BlockResidual(nn.Module):
         """Softmax mix of snapshots and prefix; a lone source passes through."""
         if seat not in self.compute:
             return bank.prefix_TD
-        norm, proj = self.get_submodule(f"{seat}_norm").weight, self.get_submodule(f"{seat}_proj").weight
+        norm, proj = (self.get_parameter(f"{seat}_{leaf}.weight") for leaf in ("norm", "proj"))
         sources_MTD = bank.rows_MTD[: bank.num_blocks + 1]
-        return self.compute[seat](sources_MTD, norm, proj.view(-1), eps=self.spec.eps)  # type: ignore[no-any-return]
+        return self.compute[seat](sources_MTD, norm, proj.view(-1), eps=self.spec.eps)
 
     def push(self, bank: Bank, y_TD: Tensor, seat: str) -> Bank:
         """Add to the prefix; at a block start the prefix becomes a snapshot first and y starts the new one."""

@@ -6,8 +6,8 @@ Letters: T packed tokens, D model width, R rows that yield logits, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from firstlight.layers.leaves import Linear, RmsNorm, empty
@@ -38,10 +38,10 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, model: ModelSpec, mesh: Mesh, binder: Binder) -> None:
         super().__init__()
         self.mixer_norm = RmsNorm(binder, model.dim, model.norm_eps, model.dtype)
-        self.mixer = build(spec.mixer, mesh, binder)
+        self.mixer: Any = build(spec.mixer, mesh, binder)
         self.ffn_norm = RmsNorm(binder, model.dim, model.norm_eps, model.dtype)
-        self.ffn = build(spec.ffn, mesh, binder)
-        self.residual = build(spec.residual, mesh, binder)
+        self.ffn: Any = build(spec.ffn, mesh, binder)
+        self.residual: Any = build(spec.residual, mesh, binder)
 
     def forward(self, stream: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The stream after this layer; its form is the residual part's own."""
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embed = Embedding(spec.num_vocab, spec.dim, spec.dtype)
         self.layers = nn.ModuleList(Layer(layer, spec, mesh, binder) for layer in spec.layers)
-        self.output = build(spec.output, mesh, binder)
+        self.output: Any = build(spec.output, mesh, binder)
         self.norm = RmsNorm(binder, spec.dim, spec.norm_eps, spec.dtype)
         self.head = Linear(binder, spec.dim, spec.num_vocab, spec.dtype)
         self.eval()
@@ -76,16 +76,18 @@ class Decoder(nn.Module):
         """Put loaded weights in place. Raises CheckpointError when a parameter stays empty or a name is not ours."""
         left = set(tensors) | set(banks)
         for name, bank in banks.items():
-            self.get_submodule(name).bank = bank
+            owner: Any = self.get_submodule(name)
+            owner.bank = bank
             left.discard(name)
         for name, param in list(self.named_parameters()):
             source = "embed.weight" if name == "head.weight" and self.spec.tied else name
             if source in tensors and tensors[source].shape == param.shape:
-                owner, _, leaf = name.rpartition(".")
-                setattr(self.get_submodule(owner), leaf, nn.Parameter(tensors[source], requires_grad=False))
+                place, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(place), leaf, nn.Parameter(tensors[source], requires_grad=False))
                 left.discard(source)
         empty_ones = sorted(name for name, param in self.named_parameters() if param.is_meta)
         if left or empty_ones:
-            raise CheckpointError(f"parameters left empty: {empty_ones[:8]}; weights nobody took: {sorted(left)[:8]}", "Mend the name rules of the model file.")
+            fact = f"parameters left empty: {empty_ones[:8]}; weights nobody took: {sorted(left)[:8]}"
+            raise CheckpointError(fact, "Mend the name rules of the model file.")
 
 

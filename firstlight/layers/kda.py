@@ -25,9 +25,12 @@ class Kda(nn.Module):
     def __init__(self, spec: Spec, mesh: Mesh, binder: Binder) -> None:
         super().__init__()
         self.spec, self.tp = spec, mesh.axis("tp")
-        for name, width in (("q", spec.width_k), ("k", spec.width_k), ("v", spec.width_v)):
-            setattr(self, f"{name}_proj", Linear(binder, spec.dim, width, spec.dtype))
-            setattr(self, f"{name}_conv1d", ShortConv(binder, width, spec.conv_width, spec.dtype))
+        self.q_proj = Linear(binder, spec.dim, spec.width_k, spec.dtype)
+        self.k_proj = Linear(binder, spec.dim, spec.width_k, spec.dtype)
+        self.v_proj = Linear(binder, spec.dim, spec.width_v, spec.dtype)
+        self.q_conv1d = ShortConv(binder, spec.width_k, spec.conv_width, spec.dtype)
+        self.k_conv1d = ShortConv(binder, spec.width_k, spec.conv_width, spec.dtype)
+        self.v_conv1d = ShortConv(binder, spec.width_v, spec.conv_width, spec.dtype)
         self.f_a_proj = Linear(binder, spec.dim, spec.decay_rank, spec.dtype)
         self.f_b_proj = Linear(binder, spec.decay_rank, spec.width_k, spec.dtype)
         self.b_proj = Linear(binder, spec.dim, spec.num_heads, spec.dtype)

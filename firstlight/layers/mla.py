@@ -23,9 +23,14 @@ class Mla(nn.Module):
     def __init__(self, spec: Spec, mesh: Mesh, binder: Binder) -> None:
         super().__init__()
         self.spec, self.tp = spec, mesh.axis("tp")
-        for name, num_in, num_out in spec.linears():
-            setattr(self, name, Linear(binder, num_in, num_out, spec.dtype))
-        if spec.q_rank is not None:
+        products = {name: Linear(binder, num_in, num_out, spec.dtype) for name, num_in, num_out in spec.linears()}
+        self.kv_a_proj_with_mqa, self.o_proj = products["kv_a_proj_with_mqa"], products["o_proj"]
+        if spec.gated:
+            self.g_proj = products["g_proj"]
+        if spec.q_rank is None:
+            self.q_proj = products["q_proj"]
+        else:
+            self.q_a_proj, self.q_b_proj = products["q_a_proj"], products["q_b_proj"]
             self.q_a_layernorm = RmsNorm(binder, spec.q_rank, spec.norm_eps, spec.dtype)
         self.kv_a_layernorm = RmsNorm(binder, spec.kv_rank, spec.norm_eps, spec.dtype)
         self.kv_b_proj = _Expansion(spec)

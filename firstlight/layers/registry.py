@@ -35,6 +35,7 @@ def build(spec: PartSpec, mesh: Mesh, binder: Binder) -> nn.Module:
         try:
             importlib.import_module(f"firstlight.layers.{spec.kind}")
         except ModuleNotFoundError:
-            raise CoverageError(f"no layer computes parts of kind {spec.kind!r}", f"Write firstlight/layers/{spec.kind}.py with a class marked @part.") from None
+            fix = f"Write firstlight/layers/{spec.kind}.py with a class marked @part."
+            raise CoverageError(f"no layer computes parts of kind {spec.kind!r}", fix) from None
     module: nn.Module = _PARTS[spec.kind](spec, mesh, binder)
     return module

@@ -57,7 +57,8 @@ def stop_ids(config: ConfigReader) -> tuple[int, ...]:
         return ()
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
-        raise ConfigError(f"{config.path}: `eos_token_id` is {value!r}, an int or a list of ints is needed", "Restore the value of the model's release.")
+        fact = f"{config.path}: `eos_token_id` is {value!r}, an int or a list of ints is needed"
+        raise ConfigError(fact, "Restore the value of the model's release.")
     return tuple(found)
 
 
@@ -83,7 +84,8 @@ def _linear_layers(config: ConfigReader, num_layers: int) -> list[bool]:
         if kda & full or kda | full != wanted:
             twice, absent, beyond = sorted(kda & full), sorted(wanted - kda - full), sorted((kda | full) - wanted)
             raise ConfigError(
-                f"{lists.path}: kda_layers and full_attn_layers (1-based) must name each of {num_layers} layers once; twice {twice}, absent {absent}, beyond {beyond}",
+                f"{lists.path}: kda_layers and full_attn_layers (1-based) must name each of {num_layers} layers once; "
+                f"twice {twice}, absent {absent}, beyond {beyond}",
                 "Restore the lists of the model's release.")
         config.ignore("layer_types", "the 1-based lists of linear_attn_config decide")
         return [i + 1 in kda for i in range(num_layers)]
@@ -155,14 +157,16 @@ def _router(config: ConfigReader) -> Router:
     score = config.expect("moe_router_activation_func", ("sigmoid", "softmax"), "Add the score to ops/route.py.", "sigmoid")
     return Router(
         score=str(score), num_groups=config.positive(_either(config, "num_expert_group", "n_group"), 1), top_groups=config.positive("topk_group", 1),
-        renormalize=config.take(_either(config, "moe_renormalize", "norm_topk_prob"), bool, True), scale=config.take("routed_scaling_factor", float, 1.0))
+        renormalize=config.take(_either(config, "moe_renormalize", "norm_topk_prob"), bool, True),
+        scale=config.take("routed_scaling_factor", float, 1.0))
 
 
 def _sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     if config.has("mlp_layer_types") and not config.has("first_k_dense_replace"):
         types = config.take_list("mlp_layer_types", str)
         if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
-            raise ConfigError(f"{config.path}: `mlp_layer_types` has {len(types)} entries of {sorted(set(types))}", f"Give {num_layers} of dense, sparse.")
+            fact = f"{config.path}: `mlp_layer_types` has {len(types)} entries of {sorted(set(types))}"
+            raise ConfigError(fact, f"Give {num_layers} of dense, sparse.")
         return [name == "sparse" for name in types]
     config.ignore("mlp_layer_types", "first_k_dense_replace decides")
     first, freq = config.take("first_k_dense_replace", int, 0), config.positive("moe_layer_freq", 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -112,9 +113,8 @@ class Case:
 
     def with_tensors(self, change: Callable[[str, Tensor], Tensor]) -> Case:
         """A case whose tensors went through `change(name, tensor)`."""
-        names = parameters_of(self.use.op)
-        args = tuple(map_tensors(value, lambda tensor, name=name: change(name, tensor)) for name, value in zip(names, self.args, strict=False))
-        kwargs = {name: map_tensors(value, lambda tensor, name=name: change(name, tensor)) for name, value in self.kwargs.items()}
+        args = tuple(map_tensors(value, partial(change, name)) for name, value in self.named.items())
+        kwargs = {name: map_tensors(value, partial(change, name)) for name, value in self.kwargs.items()}
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def strided(self, slack: Slack) -> Case:

@@ -1,4 +1,7 @@
-"""Feed-forward of the chosen experts. Letters: T packed tokens, X chosen experts, E experts, D width, I inner width."""
+"""Feed-forward of the chosen experts.
+
+Letters: T packed tokens, X chosen experts, E experts, D width, I inner width, P pairs of a token and one expert.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions. Letters: T packed tokens, H heads, R rotary width (pairs: R / 2)."""
+"""Rotary positions. Letters: T packed tokens, H heads, R rotary width, F = R / 2 pairs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _best(value_TE: Tensor, count: int) -> Tensor:
 def _keep_groups(biased_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
     """Everything outside the best groups becomes -inf: zero would win over negative biased scores."""
     size = biased_TE.shape[1] // num_groups
-    grouped_TGS = biased_TE.unflatten(1, (num_groups, size))
+    grouped_TGS: Tensor = biased_TE.unflatten(1, (num_groups, size))
     group_score_TG = grouped_TGS.topk(min(2, size), dim=-1).values.sum(-1)
     kept_TG = torch.zeros_like(group_score_TG, dtype=torch.bool).scatter(1, _best(group_score_TG, top_groups), True)
     return grouped_TGS.masked_fill(~kept_TG[..., None], -torch.inf).flatten(1)

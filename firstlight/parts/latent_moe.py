@@ -58,7 +58,9 @@ class LatentMoe:
 
     def ops(self) -> Sequence[OpUse]:
         """Route, down, experts, norm, up, shared expert."""
-        use = OpUse.of("experts", self.dtype, D=self.latent, I=self.inner, E=self.num_experts, X=self.top_k, format=self.expert_format, kind=self.activation.kind)
+        use = OpUse.of(
+            "experts", self.dtype, D=self.latent, I=self.inner, E=self.num_experts, X=self.top_k,
+            format=self.expert_format, kind=self.activation.kind)
         return (
             self.router.use(self.dim, self.num_experts, self.top_k, self.dtype),
             OpUse.of("linear", self.dtype, I=self.dim, O=self.latent),

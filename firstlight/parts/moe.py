@@ -77,7 +77,8 @@ class Moe:
 
     def ops(self) -> Sequence[OpUse]:
         """Route, experts, shared expert."""
-        use = OpUse.of("experts", self.dtype, D=self.dim, I=self.inner, E=self.num_experts, X=self.top_k, format=self.expert_format, kind=self.activation.kind)
+        use = OpUse.of(
+            "experts", self.dtype, D=self.dim, I=self.inner, E=self.num_experts, X=self.top_k, format=self.expert_format, kind=self.activation.kind)
         route = self.router.use(self.dim, self.num_experts, self.top_k, self.dtype)
         return (route, use, *(self.shared.ops() if self.shared else ()))
 

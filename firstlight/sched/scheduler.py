@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import accumulate
 
 from firstlight.cache.manager import BlockTable, CacheManager, Prefix
+from firstlight.sched.budget import StepPlan
 from firstlight.sched.policy import Policy, by_priority
-from firstlight.sched.sequence import Batch, Chunk, Event, Priority, Sequence, Status, StepResult
+from firstlight.sched.queue import WaitingQueue
+from firstlight.sched.sequence import Batch, Chunk, Event, Sequence, Status, StepResult
 from firstlight.spec.errors import CapacityError, ConfigError, RequestError
 
 # Growth, in tokens per sequence, that must stay free when a sequence enters that was preempted so many times.
@@ -38,32 +40,6 @@ class Limits:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}, no step could do anything", "Use 1 or more.")
 
 
-@dataclass(slots=True)
-class _Plan:
-    """The step being put together; `lane` is what long prefills may still take of `budget`.
-
-    `spare`: times preempted -> blocks per group that running sequences must be left when one enters that was preempted so often.
-    """
-
-    budget: int
-    lane: int = 0
-    prefilling: bool = False
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    preempted: set[int] = field(default_factory=set)
-    spare: dict[int, dict[str, int]] = field(default_factory=dict)
-
-    def put(self, seq: Sequence, num_tokens: int, table: BlockTable) -> None:
-        self.chunks[seq.seq_id] = Chunk(seq, seq.num_computed, seq.num_computed + num_tokens, table)
-        self.budget -= num_tokens
-
-    def drop(self, seq_id: int) -> None:
-        self.preempted.add(seq_id)
-        self.spare.clear()
-        chunk = self.chunks.pop(seq_id, None)
-        if chunk is not None:
-            self.budget += chunk.end - chunk.begin
-
-
 class Scheduler:
     """Running sequences own blocks and come first; waiting ones own nothing and enter in the order of the policy.
 
@@ -80,8 +56,7 @@ class Scheduler:
         self._num_slots = min(limits.sequences_per_step, limits.tokens_per_step)
         self._sequences: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # in order of admission
-        self._waiting: dict[Priority, list[tuple[tuple[float, ...], int]]] = {priority: [] for priority in Priority}
-        self._entries: dict[int, tuple[tuple[float, ...], int]] = {}
+        self._waiting = WaitingQueue(policy)
         self._splits: dict[int, list[int]] = {}
         self._batch: Batch | None = None
         self._in_flight: frozenset[int] = frozenset()
@@ -96,10 +71,12 @@ class Scheduler:
             raise RequestError(f"request {seq.seq_id} is still being served", "Use a new id.")
         self._check_room(seq)
         self._sequences[seq.seq_id] = seq
+        self._now = max(self._now, seq.arrived_s)
         if seq.split:
             self._splits[seq.seq_id] = list(accumulate(seq.split))
         self._totals["prompt_tokens"] += seq.num_prompt
-        self._enqueue(seq)
+        seq.status = Status.WAITING
+        self._waiting.join(seq, self._now)
 
     def cancel(self, seq_id: int) -> None:
         """End a sequence with "abort"; in any phase, more than once, and for unknown ids. The batch in flight is left whole."""
@@ -121,14 +98,14 @@ class Scheduler:
 
     def counts(self) -> dict[str, int]:
         """Sequences running and waiting; totals of preemptions and of prompt, computed and thrown-away (recomputed) tokens."""
-        return {"running": len(self._running), "waiting": len(self._entries), **self._totals}
+        return {"running": len(self._running), "waiting": len(self._waiting), **self._totals}
 
     def schedule(self, now: float) -> Batch:
         """The work of the next step; `update` or `fail` must follow."""
         assert self._batch is None, "the last batch has not come back"
         self._now = now
         order = sorted(self._running.values(), key=lambda seq: self._policy(seq, now))
-        plan = _Plan(self.limits.tokens_per_step)
+        plan = StepPlan(self.limits.tokens_per_step)
         self._plan_decodes(plan, order)
         plan.lane = self._lane(plan.budget, order)
         self._plan_prefills(plan, order)
@@ -164,14 +141,14 @@ class Scheduler:
         errors = {chunk.seq.seq_id: message for chunk in batch.chunks}
         return self.update(batch, StepResult({}, 0.0, errors=errors), now)
 
-    def _plan_decodes(self, plan: _Plan, order: list[Sequence]) -> None:
+    def _plan_decodes(self, plan: StepPlan, order: list[Sequence]) -> None:
         for seq in order:
             if seq.num_pending == 1 and seq.seq_id in self._running:
                 table = self._grow(seq, plan, order)
                 if table is not None:
                     plan.put(seq, 1, table)
 
-    def _grow(self, seq: Sequence, plan: _Plan, order: list[Sequence]) -> BlockTable | None:
+    def _grow(self, seq: Sequence, plan: StepPlan, order: list[Sequence]) -> BlockTable | None:
         """Blocks for all tokens of a running sequence, taken from the last in order if need be; None: it was the last itself."""
         while True:
             table = self.cache.reserve(seq.seq_id, len(seq.tokens))
@@ -190,9 +167,9 @@ class Scheduler:
     def _lane(self, budget: int, order: list[Sequence]) -> int:
         """What long prefills may take before short ones, waiting ones among them, have had their turn."""
         shorts = any(seq.num_pending > 1 and not self._is_long(seq) for seq in order)
-        return -(-budget // 2) if shorts or (self._entries and len(self._running) < self._num_slots) else budget
+        return -(-budget // 2) if shorts or (self._waiting and len(self._running) < self._num_slots) else budget
 
-    def _plan_prefills(self, plan: _Plan, order: list[Sequence]) -> None:
+    def _plan_prefills(self, plan: StepPlan, order: list[Sequence]) -> None:
         prefills = [seq for seq in order if seq.num_pending > 1 and seq.seq_id in self._running and seq.seq_id not in plan.chunks]
         for seq in sorted(prefills, key=self._is_long, reverse=True):
             if plan.budget <= 0:
@@ -201,7 +178,7 @@ class Scheduler:
             assert table is not None, "a prefill lost blocks that it had"
             self._plan_prefill(plan, seq, table)
 
-    def _plan_prefill(self, plan: _Plan, seq: Sequence, table: BlockTable) -> None:
+    def _plan_prefill(self, plan: StepPlan, seq: Sequence, table: BlockTable) -> None:
         forced = self._forced_end(seq)
         room = min(plan.lane, plan.budget) if self._is_long(seq) else plan.budget
         if forced is None:
@@ -225,18 +202,17 @@ class Scheduler:
             return None
         return min(ends[bisect_left(ends, seq.num_computed + 1)], len(seq.tokens))
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Let waiting sequences enter strictly in order: none overtakes one that does not fit yet."""
-        while plan.budget > 0 and self._entries:
-            heads = [self._sequences[queue[0][1]] for queue in self._waiting.values() if queue]
-            seq = min(heads, key=lambda head: (self._policy(head, self._now), head.seq_id))
-            if seq.seq_id in plan.preempted:
+        while plan.budget > 0:
+            seq = self._waiting.head(self._now)
+            if seq is None or seq.seq_id in plan.preempted:
                 return
             prefix = self.cache.match(seq.tokens, salt=seq.salt)
             table = self._enter(seq, prefix, plan) or self._displace(seq, prefix, plan)
             if table is None:
                 return
-            self._dequeue(seq)
+            self._waiting.leave(seq)
             self._running[seq.seq_id] = seq
             seq.status = Status.RUNNING
             seq.num_computed = prefix.num_tokens
@@ -246,7 +222,7 @@ class Scheduler:
             if seq.seq_id not in plan.chunks:
                 return
 
-    def _enter(self, seq: Sequence, prefix: Prefix, plan: _Plan) -> BlockTable | None:
+    def _enter(self, seq: Sequence, prefix: Prefix, plan: StepPlan) -> BlockTable | None:
         if len(self._running) >= self._num_slots:
             return None
         times = min(seq.num_preemptions, MAX_PREEMPTIONS)
@@ -260,7 +236,7 @@ class Scheduler:
                     spare[name] += count
         return table
 
-    def _displace(self, seq: Sequence, prefix: Prefix, plan: _Plan) -> BlockTable | None:
+    def _displace(self, seq: Sequence, prefix: Prefix, plan: StepPlan) -> BlockTable | None:
         """Preempt running sequences of lower priority, the last in order first, if that lets this one enter."""
         key = self._policy(seq, self._now)
         keys = {other.seq_id: self._policy(other, self._now) for other in self._running.values() if other.priority > seq.priority}
@@ -306,19 +282,6 @@ class Scheduler:
             lower = f"Lower max_tokens to {spare} or less" if spare > 0 and not seq.collect else "Shorten the prompt"
             raise CapacityError(fact, f"{lower}, or raise cache_bytes.")
 
-    def _enqueue(self, seq: Sequence) -> None:
-        # The order inside a priority is fixed on joining; between priorities it is asked anew in each step.
-        seq.status = Status.WAITING
-        entry = (self._policy(seq, max(self._now, seq.arrived_s)), seq.seq_id)
-        self._entries[seq.seq_id] = entry
-        insort(self._waiting[seq.priority], entry)
-
-    def _dequeue(self, seq: Sequence) -> None:
-        entry = self._entries.pop(seq.seq_id, None)
-        if entry is not None:
-            queue = self._waiting[seq.priority]
-            del queue[bisect_left(queue, entry)]
-
     def _preempt(self, seq: Sequence) -> None:
         del self._running[seq.seq_id]
         self.cache.release(seq.seq_id)
@@ -326,7 +289,8 @@ class Scheduler:
         self._totals["recomputed_tokens"] += seq.num_computed
         seq.num_preemptions += 1
         seq.num_computed = 0
-        self._enqueue(seq)
+        seq.status = Status.WAITING
+        self._waiting.join(seq, self._now)
 
     def _advance(self, chunk: Chunk, result: StepResult) -> None:
         seq = chunk.seq
@@ -367,7 +331,7 @@ class Scheduler:
         self, seq: Sequence, finish: str, *, token: int | None = None, error: str | None = None, scrub: bool = False, logprobs: object = None
     ) -> None:
         self.cache.release(seq.seq_id, scrub=scrub)
-        self._dequeue(seq)
+        self._waiting.leave(seq)
         self._running.pop(seq.seq_id, None)
         self._splits.pop(seq.seq_id, None)
         del self._sequences[seq.seq_id]

@@ -69,9 +69,9 @@ class ConfigReader:
     @overload
     def take(self, key: str, kind: type[T]) -> T: ...
     @overload
-    def take(self, key: str, kind: type[T], default: T) -> T: ...
-    @overload
     def take(self, key: str, kind: type[T], default: None) -> T | None: ...
+    @overload
+    def take(self, key: str, kind: type[T], default: T) -> T: ...
 
     def take(self, key: str, kind: type[T], default: Any = _REQUIRED) -> Any:
         """The value of a key, checked to be of `kind`; ints pass as floats."""
@@ -83,11 +83,9 @@ class ConfigReader:
             return default
         return self._checked(key, value, kind)
 
-    def take_list(self, key: str, kind: type[T], default: Any = _REQUIRED) -> list[T]:
+    def take_list(self, key: str, kind: type[T]) -> list[T]:
         """A list whose items are all of `kind`."""
-        values = self.take(key, list, default)
-        if values is None:
-            return values
+        values: list[Any] = self.take(key, list)
         return [self._checked(f"{key}[{i}]", value, kind) for i, value in enumerate(values)]
 
     def expect(self, key: str, allowed: Iterable[Any], why: str, default: Any = None) -> Any:
@@ -101,9 +99,14 @@ class ConfigReader:
             raise ConfigError(f"{self.path}: `{key}` is {value!r}, only {shown} is supported", why)
         return value
 
-    def positive(self, key: str, default: Any = _REQUIRED) -> int:
+    @overload
+    def positive(self, key: str, default: int = ...) -> int: ...
+    @overload
+    def positive(self, key: str, default: None) -> int | None: ...
+
+    def positive(self, key: str, default: Any = _REQUIRED) -> int | None:
         """An int above zero."""
-        value = self.take(key, int, default)
+        value: int | None = self.take(key, int, default)
         if value is not None and value <= 0:
             raise ConfigError(f"{self.path}: `{key}` is {value}, it must be above 0", "Restore the value of the model's release.")
         return value

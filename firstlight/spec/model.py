@@ -179,8 +179,9 @@ class ModelSpec:
         """
         total = 0
         for weight in self.weights():
-            left_out = "norm" in weight.name or ".residual." in weight.name or weight.name.startswith("output.") or weight.name.endswith("router.bias")
-            total += 0 if left_out else weight.num_elements * (2 if weight.name.endswith("A_log") else 1)
+            vector = "norm" in weight.name or weight.name.endswith("router.bias")
+            if not vector and ".residual." not in weight.name and not weight.name.startswith("output."):
+                total += weight.num_elements * (2 if weight.name.endswith("A_log") else 1)
         return total
 
     @property

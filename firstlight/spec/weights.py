@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -49,6 +50,7 @@ class NameMap:
     renames: tuple[Rename, ...]
     skips: tuple[Skip, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    _memo: dict[str, Rename | Skip | None] = field(default_factory=dict, compare=False, repr=False)
 
     def nested(self, prefix: str) -> NameMap:
         """The same rules for a checkpoint that puts `prefix` in front of every name."""
@@ -60,30 +62,26 @@ class NameMap:
 
     def with_skips(self, *skips: Skip) -> NameMap:
         """These rules and more skips."""
-        return replace(self, skips=self.skips + skips)
+        return NameMap(self.renames, self.skips + skips, self.modules)
 
     def module(self, theirs: str) -> str | None:
         """Our name of a module of the reference; None: it has no counterpart."""
         for source, target in self.modules:
             match = _pattern(source).fullmatch(theirs)
             if match:
-                fields = match.groupdict()
-                return re.sub(r"\{([^}*]+)\*?\}", lambda hole: fields[hole.group(1)], target)
+                return _filled(target, match.groupdict())
         return None
 
     def find(self, name: str) -> Landing | Skip | None:
         """What becomes of a checkpoint tensor; None: no rule knows it."""
-        for skip in self.skips:
-            if _pattern(skip.source).fullmatch(name):
-                return skip
-        for rule in self.renames:
-            match = _pattern(rule.source).fullmatch(name)
-            if match:
-                fields = {f"{key}*" if f"{{{key}*}}" in rule.source else key: value for key, value in match.groupdict().items()}
-                expert = fields.pop("e", None)
-                target = re.sub(r"\{([^}]+)\}", lambda hole: fields[hole.group(1)], rule.target)
-                return Landing(target, None if expert is None else int(expert), rule.fit)
-        return None
+        rule = self._rule(name)
+        if not isinstance(rule, Rename):
+            return rule
+        match = _pattern(rule.source).fullmatch(name)
+        assert match is not None, "names that differ in digits only meet the same rule"
+        fields = match.groupdict()
+        expert = fields.get("e")
+        return Landing(_filled(rule.target, fields), None if expert is None else int(expert), rule.fit)
 
     def origin(self, param: str, expert: int | None = None) -> str | None:
         """A checkpoint name that lands on a parameter, for messages about tensors that are not there; None: no rule makes one."""
@@ -91,11 +89,26 @@ class NameMap:
             match = _pattern(rule.target).fullmatch(param)
             if match:
                 fields = {**match.groupdict(), "e": "0" if expert is None else str(expert)}
-                name = re.sub(r"\{([^}*]+)\*?\}", lambda hole: fields.get(hole.group(1), "0"), rule.source)
+                name = _filled(rule.source, fields)
                 found = self.find(name)
                 if isinstance(found, Landing) and found.param == param:
                     return name
         return None
+
+    def _rule(self, name: str) -> Rename | Skip | None:
+        """The first rule that fits; found once for all names that differ in their numbers only, of which there are many."""
+        form = _NUMBER.sub(".0.", name)
+        if form not in self._memo:
+            rules: tuple[Rename | Skip, ...] = (*self.skips, *self.renames)
+            self._memo[form] = next((rule for rule in rules if _pattern(rule.source).fullmatch(form)), None)
+        return self._memo[form]
+
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+def _filled(template: str, fields: Mapping[str, str]) -> str:
+    return re.sub(r"\{([^}*]+)\*?\}", lambda hole: fields.get(hole.group(1), "0"), template)
 
 
 @dataclass(frozen=True, slots=True)

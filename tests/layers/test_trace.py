@@ -100,9 +100,9 @@ def bf16_errors(folder: Path, ids: list[int]) -> dict[str, float]:
         decoder = llm.machine.runner.decoder  # type: ignore[union-attr]
         found = {}
         for name, args in inputs.items():
-            rounded = [arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() and not name.endswith("experts") else arg for arg in args]
-            if name.endswith(".experts"):
-                rounded = [args[0].bfloat16(), *args[1:]]  # type: ignore[attr-defined]
+            rounded = [args[0].bfloat16(), *args[1:]]  # type: ignore[attr-defined]
+            if not name.endswith(".experts"):
+                rounded = [arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
             got = decoder.get_submodule(name)(*rounded).float()
             found[name] = float((got - outputs[name]).norm() / outputs[name].norm())
     return found

@@ -18,8 +18,8 @@ ALLOCATORS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", action="append", metavar="NAME", help="test this back-end (may be given several times) instead of all that are ready")
-    parser.addoption("--device", metavar="DEVICE", help="where the inputs of the contract test live; by default where the back-end works, else the CPU")
+    parser.addoption("--backend", action="append", metavar="NAME", help="test this back-end instead of all that are ready; may be given again")
+    parser.addoption("--device", metavar="DEVICE", help="where the inputs live; by default where the back-end works, else the CPU")
 
 
 def backends_under_test(config: pytest.Config) -> dict[str, str]:

@@ -30,11 +30,12 @@ def unpacked(packed: Tensor, scale: Tensor | None) -> Tensor:
     """One matrix in float64, entry by entry."""
     if scale is None:
         return packed.double()
-    rows = [
-        [NIBBLES[byte >> shift & 15] * 2.0 ** (scales[(2 * j + half) // 32] - 127) for j, byte in enumerate(bytes_) for half, shift in ((0, 0), (1, 4))]
-        for bytes_, scales in zip(packed.tolist(), scale.tolist(), strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
+    matrix = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.float64)
+    for o, (row, scales) in enumerate(zip(packed.tolist(), scale.tolist(), strict=True)):
+        for j, byte in enumerate(row):
+            factor = 2.0 ** (scales[2 * j // 32] - 127)
+            matrix[o, 2 * j], matrix[o, 2 * j + 1] = NIBBLES[byte & 15] * factor, NIBBLES[byte >> 4] * factor
+    return matrix
 
 
 def feed_forward(x: Tensor, bank: Bank, expert: int, kind: str, beta: float = 1.0, linear_beta: float = math.inf) -> Tensor:
@@ -61,7 +62,7 @@ def test_token_by_token_in_float64(form: Callable[..., Tensor], case: Case) -> N
 
 def stacked_bank(num_experts: int = 4) -> Bank:
     rng = torch.Generator().manual_seed(0)
-    gate, up, down = torch.randn(num_experts, 6, 8, generator=rng), torch.randn(num_experts, 6, 8, generator=rng), torch.randn(num_experts, 8, 6, generator=rng)
+    gate, up, down = (torch.randn(num_experts, *shape, generator=rng) for shape in ((6, 8), (6, 8), (8, 6)))
     return Bank("dense", gate.unbind(0), up.unbind(0), down.unbind(0))
 
 

@@ -33,7 +33,8 @@ def test_heads_are_normed_apart() -> None:
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
 def test_bf16_rounds_once(activation: str) -> None:
     rng = torch.Generator().manual_seed(0)
-    x, gate, weight = torch.randn(32, 3, 16, generator=rng).bfloat16(), torch.randn(32, 3, 16, generator=rng).bfloat16(), torch.randn(16, generator=rng)
+    x, gate = (torch.randn(32, 3, 16, generator=rng).bfloat16() for _ in range(2))
+    weight = torch.randn(16, generator=rng)
     x64, gate64 = x.double(), gate.double()
     opened = torch.sigmoid(gate64) * (gate64 if activation == "silu" else 1.0)
     want = x64 / (x64.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() * opened

@@ -35,10 +35,12 @@ def test_position_zero_is_the_identity_and_norms_stay() -> None:
 def test_dot_products_depend_on_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 6, generator=torch.Generator().manual_seed(2))
     for interleaved in (True, False):
-        near, far = (
-            float((rope(q, torch.tensor([p + 3]), INV_FREQ, interleaved=interleaved) * rope(k, torch.tensor([p]), INV_FREQ, interleaved=interleaved)).sum())
-            for p in (0, 500)
-        )
+        products = []
+        for position in (0, 500):
+            turned_q = rope(q, torch.tensor([position + 3]), INV_FREQ, interleaved=interleaved)
+            turned_k = rope(k, torch.tensor([position]), INV_FREQ, interleaved=interleaved)
+            products.append(float((turned_q * turned_k).sum()))
+        near, far = products
         assert abs(near - far) < 1e-4
 
 

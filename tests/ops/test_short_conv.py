@@ -88,9 +88,9 @@ def test_a_batch_equals_its_sequences_alone(form: Form) -> None:
     pool = torch.randn(7, W - 1, D, generator=torch.Generator().manual_seed(1))
     together, alone, starts = pool.clone(), pool.clone(), starts_of(lengths)
     got = form(x, weight, together, integers(*slots), starts, integers(*contexts))
-    parts = [
-        form(x[starts[n]:starts[n + 1]], weight, alone, integers(slots[n]), starts_of([lengths[n]]), integers(contexts[n])) for n in range(len(lengths))
-    ]
+    parts = []
+    for n, length in enumerate(lengths):
+        parts.append(form(x[starts[n]:starts[n + 1]], weight, alone, integers(slots[n]), starts_of([length]), integers(contexts[n])))
     assert torch.allclose(torch.cat(parts), got, rtol=1e-6, atol=1e-7)
     assert torch.equal(alone, together)
 

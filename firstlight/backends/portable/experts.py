@@ -20,7 +20,7 @@ def experts(
     used, counts = (part.tolist() for part in torch.unique_consecutive(sorted_P, return_counts=True))
     runs = x_TD[order_P // ids_TX.shape[1]].split(counts)
     outs = [_expert(run_PD, bank, expert, kind, beta, linear_beta) for expert, run_PD in zip(used, runs, strict=True)]
-    pair_TXD = torch.cat(outs)[order_P.argsort()].unflatten(0, ids_TX.shape)
+    pair_TXD = torch.cat(outs)[order_P.argsort()].view(*ids_TX.shape, -1)
     return (weights_TX.float()[..., None] * pair_TXD.float()).sum(1).to(x_TD.dtype)
 
 

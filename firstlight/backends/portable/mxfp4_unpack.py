@@ -11,11 +11,15 @@ from firstlight.ops.mxfp4_unpack import E2M1, GROUP_COLUMNS
 
 
 def mxfp4_unpack(packed_OI2: Tensor, scale_OG: Tensor) -> Tensor:
-    """Look up both codes of a byte at once, then multiply by the scale, whose bits are put together and not computed."""
-    pair_OI = _pairs().to(packed_OI2.device)[packed_OI2.int()].flatten(-2)
+    """Look up both codes of a byte at once, then multiply by the scale, whose bits are put together and not computed.
+
+    Note: the product is computed, so a processor told to flush subnormals gives 0 below 2^-126, where the reference does not.
+    """
+    pair_OI: Tensor = _pairs().to(packed_OI2.device)[packed_OI2.int()].flatten(-2)
     factor_OG1 = _factor(scale_OG)[..., None]
     if pair_OI.shape[-1] == scale_OG.shape[-1] * GROUP_COLUMNS:
-        return pair_OI.unflatten(-1, (-1, GROUP_COLUMNS)).mul_(factor_OG1).flatten(-2)
+        pair_OI.view(*scale_OG.shape, GROUP_COLUMNS).mul_(factor_OG1)
+        return pair_OI
     return pair_OI.mul_(factor_OG1.expand(*scale_OG.shape, GROUP_COLUMNS).flatten(-2)[..., : pair_OI.shape[-1]])
 
 

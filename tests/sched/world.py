@@ -1,0 +1,147 @@
+"""A scheduler with a simulated runner whose tokens come out of the blocks; what must hold in every step is checked in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as Rows
+from functools import cache
+
+from firstlight.cache.manager import CacheManager, Group
+from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
+from firstlight.sched.policy import Policy, by_priority
+from firstlight.sched.scheduler import MAX_PREEMPTIONS, Limits, Scheduler
+from firstlight.sched.sequence import Batch, Event, Priority, Sequence, Status
+from firstlight.spec.sampling import SamplingParams
+
+TOKENS_PER_BLOCK = 4
+
+
+def groups(num_blocks: int, num_states: int) -> tuple[Group, ...]:
+    """One rows group and one state group."""
+    return (Group("mla", "rows", num_blocks, TOKENS_PER_BLOCK), Group("kda", "state", num_states))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Tokens that differ from seed to seed."""
+    return [(seed * 131 + position * 17 + 5) % 1000 for position in range(length)]
+
+
+@cache
+def alone(seed: int, length: int, max_tokens: int) -> tuple[int, ...]:
+    """What a request yields in a cache of its own, in one chunk."""
+    world = World(groups(length + max_tokens, 1), Limits(tokens_per_step=10**6, sequences_per_step=1, chunk_tokens=10**6))
+    seq = world.add(seed, length, max_tokens)
+    world.drain(max_tokens)
+    return tuple(seq.tokens[length:])
+
+
+class World:
+    """Steps a scheduler and asserts its invariants."""
+
+    def __init__(
+        self, layout: Rows[Group], limits: Limits, *, policy: Policy = by_priority, max_context: int | None = None, memory: bool = True,
+        cost: StepCost | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.limits, self.policy = limits, policy
+        self.cache = CacheManager(layout)
+        self.scheduler = Scheduler(limits, self.cache, policy=policy, max_context=max_context)
+        self.runner = SimRunner(self.clock, cost, memory=SimMemory(layout) if memory else None)
+        self.sequences: dict[int, Sequence] = {}
+        self.ends: dict[int, str] = {}
+        self.told: dict[int, list[int]] = {}
+        self.first_token_s: dict[int, float] = {}
+        self.num_steps = 0
+        self.manual: dict[int, int] = {}
+
+    def add(
+        self, seed: int, length: int, max_tokens: int, *, priority: Priority = Priority.STANDARD, arrived_s: float | None = None,
+        sampling: SamplingParams | None = None, stop_ids: Iterable[int] = (), collect: bool = False, split: tuple[int, ...] = (),
+    ) -> Sequence:
+        """Queue a request made of numbers."""
+        seq = Sequence(
+            len(self.sequences), prompt(seed, length), length, sampling or SamplingParams(max_tokens=max_tokens, temperature=0), priority,
+            self.clock() if arrived_s is None else arrived_s, stop_ids=frozenset(stop_ids), collect=collect, split=split)
+        self.scheduler.add(seq)
+        self.sequences[seq.seq_id] = seq
+        return seq
+
+    def preempt(self, seq: Sequence) -> None:
+        """Preempt and remember it, since only the scheduler's own preemptions are bounded."""
+        self.manual[seq.seq_id] = self.manual.get(seq.seq_id, 0) + 1
+        self.scheduler.preempt(seq.seq_id)
+
+    def step(self, during: Callable[[Batch], None] | None = None) -> list[Event]:
+        """One step with all checks; `during` runs while the batch is in flight."""
+        waiting = [seq for seq in self.sequences.values() if seq.status is Status.WAITING]
+        running = [seq for seq in self.sequences.values() if seq.status is Status.RUNNING]
+        now = self.clock()
+        keys = {seq.seq_id: (self.policy(seq, now), seq.seq_id) for seq in waiting}
+        batch = self.scheduler.schedule(now)
+        self.num_steps += 1
+        self._check_order(waiting, keys)
+        self._check_batch(batch, running)
+        self.cache.check()
+        if during is not None:
+            during(batch)
+        result = self.runner.run(batch)
+        assert {} == result.errors
+        events = self.scheduler.update(batch, result, self.clock())
+        self.cache.check()
+        self._check_events(events)
+        return events
+
+    def drain(self, max_steps: int) -> None:
+        """Step until idle; a livelock is a failure, not a hang."""
+        for _ in range(max_steps):
+            if self.scheduler.idle():
+                break
+            self.step()
+        assert self.scheduler.idle(), f"{self.scheduler.counts()} after {max_steps} steps"
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        """Nothing leaked: no block is in use, every sequence has ended once, no queue remembers it."""
+        assert 0.0 == self.cache.usage()
+        assert set(self.ends) == set(self.sequences)
+        assert (0, 0) == (self.scheduler.counts()["running"], self.scheduler.counts()["waiting"])
+        for seq in self.sequences.values():
+            assert Status.FINISHED is seq.status
+            assert self.ends[seq.seq_id] == seq.finish
+
+    def _check_order(self, waiting: list[Sequence], keys: dict[int, tuple[tuple[float, ...], int]]) -> None:
+        entered = [keys[seq.seq_id] for seq in waiting if seq.status is Status.RUNNING]
+        passed = [keys[seq.seq_id] for seq in waiting if seq.status is Status.WAITING]
+        assert not entered or not passed or max(entered) < min(passed), "somebody was overtaken"
+
+    def _check_batch(self, batch: Batch, running: list[Sequence]) -> None:
+        alive = [seq for seq in self.sequences.values() if seq.status is not Status.FINISHED]
+        assert bool(alive) == bool(batch.chunks), "a step without progress"
+        ids = [chunk.seq.seq_id for chunk in batch.chunks]
+        assert len(set(ids)) == len(ids)
+        counts = self.scheduler.counts()
+        assert len(ids) <= counts["running"] <= self.limits.sequences_per_step
+        if not any(chunk.seq.split for chunk in batch.chunks):
+            assert batch.num_tokens <= self.limits.tokens_per_step
+        for seq in running:
+            if seq.status is Status.RUNNING and seq.num_pending == 1:
+                assert seq.seq_id in ids, "a decode was left out"
+        for chunk in batch.chunks:
+            assert chunk.seq.num_computed == chunk.begin < chunk.end <= len(chunk.seq.tokens)
+            assert (chunk.begin > 0) == chunk.continues
+            assert chunk.end - chunk.begin <= self.limits.chunk_tokens or chunk.seq.split
+            assert len(chunk.table.blocks["mla"]) * TOKENS_PER_BLOCK >= chunk.end
+            assert 1 == len(chunk.table.blocks["kda"])
+        for seq in alive:
+            assert seq.num_preemptions <= MAX_PREEMPTIONS + self.manual.get(seq.seq_id, 0)
+
+    def _check_events(self, events: list[Event]) -> None:
+        for event in events:
+            assert event.seq_id not in self.ends, "told after the end"
+            if event.token is not None:
+                self.told.setdefault(event.seq_id, []).append(event.token)
+                self.first_token_s.setdefault(event.seq_id, self.clock())
+            if event.finish is not None:
+                self.ends[event.seq_id] = event.finish
+        for seq_id, tokens in self.told.items():
+            seq = self.sequences[seq_id]
+            assert seq.tokens[seq.num_prompt :] == tokens
