@@ -36,7 +36,7 @@ demo: $(READY)
 	$(BIN)/firstlight generate --prompt "$(PROMPT)" --max-tokens 48
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -7,7 +7,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firstlight.engine.async_engine import AsyncEngine
     from firstlight.engine.llm import LLM
+    from firstlight.engine.loop import Engine
     from firstlight.sched.sequence import Priority
     from firstlight.spec.errors import FirstlightError
     from firstlight.spec.model import CacheSpec, LayerSpec, ModelSpec
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__"]
+__all__ = [
+    "LLM", "Engine", "AsyncEngine", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__",
+]
 
 _HOMES = {
     "LLM": "firstlight.engine.llm",
+    "Engine": "firstlight.engine.loop",
+    "AsyncEngine": "firstlight.engine.async_engine",
     "SamplingParams": "firstlight.spec.sampling",
     "Priority": "firstlight.sched.sequence",
     "ModelSpec": "firstlight.spec.model",

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import firstlight
 from firstlight.cache.budget import default_bytes, split
 from firstlight.cache.manager import CacheManager
 from firstlight.cache.pool import CachePool
-from firstlight.engine.loop import Engine
 from firstlight.engine.runner import TorchRunner
 from firstlight.engine.sampler import Sampler
+from firstlight.engine.shared import SharedEngine
 from firstlight.layers.decoder import Decoder
 from firstlight.models.registry import ModelFile, read
 from firstlight.ops import declared as _declared  # noqa: F401  (fills the registry)
@@ -71,7 +70,7 @@ class Machine:
     spec: ModelSpec
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
-    engine: Engine
+    engine: SharedEngine
     cache: CacheManager
     pool: CachePool
     runner: TorchRunner
@@ -97,14 +96,14 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
     scheduler = Scheduler(limits, cache, max_context=spec.max_context)
     stop_ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
-    engine = Engine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids)
+    engine = SharedEngine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids)
     return Machine(folder, spec, tokenizer, defaults, engine, cache, pool, runner, binder, loaded.report)
 
 
 def locate(model: str | os.PathLike[str]) -> Path:
     """The folder of a model: a path, or "default" for the embedded one."""
     if str(model) == DEFAULT:
-        return Path(firstlight.__file__).parent / "assets" / "default"
+        return Path(__file__).parents[1] / "assets" / "default"
     folder = Path(model)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", "Give a folder with config.json and *.safetensors, or 'default' for the embedded model.")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstlight.engine.boot import Machine, Options, boot
-from firstlight.engine.loop import Engine
+from firstlight.engine.sampler import TokenLogprobs
+from firstlight.engine.shared import SharedEngine
 from firstlight.sched.sequence import Event
 from firstlight.spec.errors import RequestError
 from firstlight.spec.sampling import SamplingParams
@@ -23,7 +25,11 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What became of one prompt. `text` is None when the folder has no tokenizer."""
+    """What became of one prompt. `text` is None when the folder has no tokenizer.
+
+    `logprobs`: one entry per token of `tokens`, of the distribution before temperature, penalties and bias; None when not asked for.
+    `error`: why it ended with finish_reason "error"; the tokens before that are good.
+    """
 
     prompt_tokens: list[int]
     tokens: list[int]
@@ -31,7 +37,7 @@ class Output:
     finish_reason: str
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     first_token_s: float | None = None
 
@@ -54,36 +60,41 @@ class LLM:
         self.spec, self.tokenizer, self.defaults = self.machine.spec, self.machine.tokenizer, self.machine.defaults
 
     @property
-    def engine(self) -> Engine:
-        """The loop, for stepping by hand."""
+    def engine(self) -> SharedEngine:
+        """The loop, for stepping by hand. Requests that are submitted here go on while `generate` or `logits` runs; no event gets lost."""
         return self._up.engine
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        priority: str | Sequence[str] = "standard", salt: str | None = None,
+        priority: str | Sequence[str] = "standard", salt: str | None = None, progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
-        """Completes every prompt; a request that fails ends alone, its Output says why."""
+        """Completes every prompt; a request that fails ends alone, its Output says why.
+
+        `params` None: what generation_config.json says. `progress` is told after every step how many tokens of how many at most are done.
+        Raises: RequestError or CapacityError for the first invalid prompt, before any is computed; whatever interrupts cancels all.
+        """
         batch = _as_list(prompts)
-        each_params = self._per_prompt(params if params is not None else self.defaults.params(), len(batch), "params")
-        each_priority = self._per_prompt(priority, len(batch), "priority")
+        each_params = _per_prompt(self.defaults.params() if params is None else params, len(batch), "params", SamplingParams)
+        each_priority = _per_prompt(priority, len(batch), "priority", str)
+        engine = self.engine
+        waiting = [_Job(self.tokens_of(prompt), sampling, self._detokenizer(sampling)) for prompt, sampling in zip(batch, each_params, strict=True)]
         jobs: dict[int, _Job] = {}
-        order: list[int] = []
         try:
-            for prompt, sampling, urgency in zip(batch, each_params, each_priority, strict=True):
-                tokens = self.tokens_of(prompt)
-                detokenizer = self._detokenizer(sampling)
-                seq_id = self.engine.submit(tokens, sampling, priority=urgency, salt=salt)
-                order.append(seq_id)
-                jobs[seq_id] = _Job(tokens, detokenizer, time.perf_counter())
-            self._drive(jobs)
+            for job, urgency in zip(waiting, each_priority, strict=True):
+                seq_id = engine.submit(job.prompt, job.params, priority=urgency, salt=salt)
+                jobs[seq_id] = job
+                engine.claim(seq_id, job.events)
+            _drive(engine, jobs, progress)
         except BaseException:
-            for seq_id in order:
-                self.engine.cancel(seq_id)
+            engine.abandon(jobs)
             raise
-        return [jobs[seq_id].output() for seq_id in order]
+        return [job.output() for job in waiting]
 
     def logits(self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False) -> Tensor:
-        """Float32 logits [T, V] at every position, through the runner and caches that serve. `chunks` forces the split of the prefill."""
+        """Float32 logits [T, V] at every position, through the runner and caches that serve. `chunks` forces the split of the prefill.
+
+        Note: requests that were submitted by hand go on meanwhile, but nobody waits for them.
+        """
         if images:
             raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
         if cached:
@@ -92,17 +103,19 @@ class LLM:
         if split and (sum(split) != len(tokens) or min(split) < 1):
             fact = f"chunks {list(split)} sum to {sum(split)} for {len(tokens)} tokens"
             raise RequestError(fact, "Give positive sizes that sum to the number of tokens.")
-        seq_id = self.engine.submit(list(tokens), SamplingParams(max_tokens=1), collect=True, split=split)
-        rows: dict[int, Tensor] = {}
-        while not self.engine.idle():
-            for event in self.engine.step():
-                if event.seq_id != seq_id:
-                    continue
-                if event.error:
-                    raise RequestError(f"logits of {len(tokens)} tokens failed: {event.error}", "Check the checkpoint with `firstlight align`.")
-                if event.logits is not None:
-                    rows[event.begin] = event.logits
-        return torch.cat([rows[begin] for begin in sorted(rows)])
+        engine, events = self.engine, list[Event]()
+        seq_id = engine.submit(list(tokens), SamplingParams(max_tokens=1), collect=True, split=split)
+        engine.claim(seq_id, events)
+        try:
+            while not events or events[-1].finish is None:
+                engine.advance()
+        except BaseException:
+            engine.abandon([seq_id])
+            raise
+        if events[-1].error is not None:
+            fact = f"logits of {len(tokens)} tokens failed: {events[-1].error}"
+            raise RequestError(fact, "Check the checkpoint with `firstlight align`.")
+        return torch.cat([event.logits for event in events if event.logits is not None])
 
     def stats(self) -> dict[str, Any]:
         """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators."""
@@ -134,20 +147,16 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError(f"{self._up.folder} has no tokenizer, text cannot be read", "Give token ids.")
             return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
-        return list(prompt)
+        try:
+            return list(prompt)
+        except TypeError:
+            raise RequestError(f"a prompt is of type {type(prompt).__name__}", "Give text, token ids, or an object with one of them.") from None
 
     @property
     def _up(self) -> Machine:
         if self.machine is None:
             raise RequestError("this LLM is closed", "Make a new one.")
         return self.machine
-
-    def _drive(self, jobs: dict[int, _Job]) -> None:
-        while any(job.finish is None for job in jobs.values()):
-            for event in self.engine.step():
-                job = jobs.get(event.seq_id)
-                if job is not None and job.take(event):
-                    self.engine.cancel(event.seq_id)
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is not None:
@@ -156,30 +165,36 @@ class LLM:
             raise RequestError(f"stop strings {list(params.stop)} were given, but the folder has no tokenizer", "Use stop_token_ids.")
         return None
 
-    def _per_prompt(self, value: Any, count: int, name: str) -> list[Any]:
-        if isinstance(value, (str, SamplingParams)):
-            return [value] * count
-        values = list(value)
-        if len(values) != count:
-            raise RequestError(f"{len(values)} {name} for {count} prompts", "Give one for all, or one per prompt.")
-        return values
-
 
 @dataclass(slots=True)
 class _Job:
-    """One prompt on its way."""
+    """One prompt on its way; `events` is where the engine puts what happens to it."""
 
     prompt: list[int]
+    params: SamplingParams
     detokenizer: Detokenizer | None
-    begun_s: float
+    events: list[Event] = field(default_factory=list)
+    begun_s: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: str | None = None
     error: str | None = None
     first_token_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def num_done(self) -> int:
+        """Tokens of the answer, and of the prompt once there is one; all that were expected when it has ended."""
+        if self.finish is not None:
+            return self.num_expected
+        return len(self.prompt) + len(self.tokens) if self.tokens else 0
 
     def take(self, event: Event) -> bool:
         """Enter an event; True when a stop string ended the text, so that the engine need not go on."""
@@ -198,7 +213,8 @@ class _Job:
 
     def _token(self, event: Event) -> None:
         assert event.token is not None
-        self.first_token_s = self.first_token_s or time.perf_counter() - self.begun_s
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self.begun_s
         self.tokens.append(event.token)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
@@ -209,12 +225,41 @@ class _Job:
         """The finished result."""
         text = "".join(self.pieces) if self.detokenizer is not None else None
         return Output(
-            self.prompt, self.tokens, text, self.finish or "abort", self.num_cached_tokens, self.num_preemptions, self.logprobs or None,
-            self.error, self.first_token_s)
+            self.prompt, self.tokens, text, self.finish or "abort", self.num_cached_tokens, self.num_preemptions,
+            self.logprobs if self.params.logprobs is not None else None, self.error, self.first_token_s)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], progress: Callable[[int, int], None] | None) -> None:
+    """Step until all jobs have ended."""
+    running = dict(jobs)
+    total = sum(job.num_expected for job in jobs.values())
+    while running:
+        engine.advance()
+        for seq_id, job in list(running.items()):
+            for event in job.events:
+                if job.take(event):
+                    engine.abandon([seq_id])
+            job.events.clear()
+            if job.finish is not None:
+                del running[seq_id]
+        if progress is not None:
+            progress(total - sum(job.num_expected - job.num_done for job in running.values()), total)
+
+
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A lone prompt counts as a batch of one."""
-    if isinstance(prompts, (str, Mapping)) or (prompts and all(isinstance(item, int) for item in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return [*prompts]
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, Integral) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _per_prompt(value: Any, count: int, name: str, kind: type) -> list[Any]:
+    values = [value] * count if isinstance(value, kind) else list(value) if isinstance(value, (list, tuple)) else [value]
+    if any(not isinstance(item, kind) for item in values):
+        raise RequestError(f"`{name}` is {value!r}", f"Use one {kind.__name__} for all, or a list with one per prompt.")
+    if len(values) != count:
+        raise RequestError(f"{len(values)} {name} for {count} prompts", "Give one for all, or one per prompt.")
+    return values

@@ -42,7 +42,7 @@ class TorchRunner:
         """Nothing to end: memory goes with the object."""
 
     def _results(self, chunks: Rows[Chunk], logits_RV: Tensor, begun_s: float) -> StepResult:
-        finite = torch.isfinite(logits_RV).all(dim=-1).tolist()
+        finite = finite_rows(logits_RV)
         rows, sampled, collected, errors = 0, [], {}, {}
         for chunk in chunks:
             count = num_rows(chunk)
@@ -50,7 +50,7 @@ class TorchRunner:
                 errors[chunk.seq.seq_id] = f"logits at position {chunk.end - 1} are not finite"
             elif chunk.seq.collect:
                 collected[chunk.seq.seq_id] = logits_RV[rows : rows + count]
-            elif count:
+            elif chunk.samples:
                 sampled.append((rows, chunk.seq))
             rows += count
         index = [row for row, _ in sampled]
@@ -62,10 +62,21 @@ class TorchRunner:
 
 
 def num_rows(chunk: Chunk) -> int:
-    """Rows of logits that a chunk yields: all when collecting, the last one when it samples."""
-    if chunk.seq.collect:
-        return chunk.end - chunk.begin
-    return 1 if chunk.samples else 0
+    """Rows of logits that a chunk yields: all when collecting, else the last one.
+
+    Note: also of a chunk that does not sample. Its last token has seen all before it, so what it computed is known to be finite before
+    anybody may build on it.
+    """
+    return chunk.end - chunk.begin if chunk.seq.collect else 1
+
+
+def finite_rows(logits_RV: Tensor) -> list[bool]:
+    """Whether all values of a row are finite. A finite sum has finite terms only and costs a fortieth; others are looked at in full."""
+    finite_R = logits_RV.sum(dim=-1).isfinite()
+    if not finite_R.all():
+        finite_R = logits_RV.isfinite().all(dim=-1)
+    found: list[bool] = finite_R.tolist()
+    return found
 
 
 def build_step(chunks: Rows[Chunk], pool: CachePool, device: str = "cpu") -> Step:

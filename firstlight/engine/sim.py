@@ -100,13 +100,22 @@ class SimMemory:
         for blocks in (batch.scrub, batch.fresh):
             for name, ids in blocks.items():
                 for block in ids:
-                    self._fill(name, block, None)
+                    self.fill(name, block, None)
 
     def spoil(self, chunk: Chunk) -> None:
         """Ruin what a sequence remembers, as one non-finite value would."""
         for name, ids in chunk.table.blocks.items():
             for block in ids:
-                self._fill(name, block, None)
+                self.fill(name, block, None)
+
+    def fill(self, name: str, block: int, value: int | None) -> None:
+        """Overwrite a block from outside; None spoils it."""
+        group = self.groups[name]
+        if group.kind == "state":
+            self._states[name, block] = value
+            return
+        for slot in range(block * group.tokens_per_block, (block + 1) * group.tokens_per_block):
+            self._rows[name, slot] = value
 
     def compute(self, chunk: Chunk) -> int | None:
         """Write the rows and states of a chunk, then fold all that it attends to; None: something there is not its own."""
@@ -139,14 +148,6 @@ class SimMemory:
                 return None
             fold = _mix(fold, row)
         return fold
-
-    def _fill(self, name: str, block: int, value: int | None) -> None:
-        group = self.groups[name]
-        if group.kind == "state":
-            self._states[name, block] = value
-            return
-        for slot in range(block * group.tokens_per_block, (block + 1) * group.tokens_per_block):
-            self._rows[name, slot] = value
 
 
 def _mix(left: int, right: int) -> int:

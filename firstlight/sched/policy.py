@@ -1,10 +1,10 @@
-"""Who goes first: functions of a sequence and the time, smaller results first."""
+"""Who goes first: functions of a sequence and the time, smaller results first. A running sequence keeps the rank that it entered with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from firstlight.sched.sequence import Sequence, Status
+from firstlight.sched.sequence import Sequence
 
 Policy = Callable[[Sequence, float], tuple[float, ...]]
 
@@ -18,5 +18,5 @@ def by_arrival(seq: Sequence, now: float) -> tuple[float, ...]:
 
 def by_priority(seq: Sequence, now: float) -> tuple[float, ...]:
     """Priority, then arrival; who waits rises one priority every PATIENCE_S, so nobody starves."""
-    risen = int((now - seq.arrived_s) / PATIENCE_S) if seq.status is Status.WAITING else 0
-    return (max(0, seq.priority - max(0, risen)), seq.arrived_s)
+    risen = int(max(0.0, now - seq.queued_s) / PATIENCE_S)
+    return (max(0, seq.priority - risen), seq.arrived_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from firstlight.sched.policy import Policy
-from firstlight.sched.sequence import Priority, Sequence
+from firstlight.sched.sequence import Priority, Sequence, Status
 
 
 class WaitingQueue:
@@ -21,6 +21,7 @@ class WaitingQueue:
 
     def join(self, seq: Sequence, now: float) -> None:
         """Stand in line; who comes back after a preemption joins anew."""
+        seq.status, seq.queued_s = Status.WAITING, now
         key = self._policy(seq, now)
         self._members[seq.seq_id] = (seq, key)
         insort(self._lines[seq.priority], (key, seq.seq_id))

@@ -56,6 +56,7 @@ class Scheduler:
         self._num_slots = min(limits.sequences_per_step, limits.tokens_per_step)
         self._sequences: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # in order of admission
+        self._ranks: dict[int, tuple[float, ...]] = {}
         self._waiting = WaitingQueue(policy)
         self._splits: dict[int, list[int]] = {}
         self._batch: Batch | None = None
@@ -75,7 +76,6 @@ class Scheduler:
         if seq.split:
             self._splits[seq.seq_id] = list(accumulate(seq.split))
         self._totals["prompt_tokens"] += seq.num_prompt
-        seq.status = Status.WAITING
         self._waiting.join(seq, self._now)
 
     def cancel(self, seq_id: int) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
         """The work of the next step; `update` or `fail` must follow."""
         assert self._batch is None, "the last batch has not come back"
         self._now = now
-        order = sorted(self._running.values(), key=lambda seq: self._policy(seq, now))
+        order = sorted(self._running.values(), key=lambda seq: self._ranks[seq.seq_id])
         plan = StepPlan(self.limits.tokens_per_step)
         self._plan_decodes(plan, order)
         plan.lane = self._lane(plan.budget, order)
@@ -214,6 +214,7 @@ class Scheduler:
                 return
             self._waiting.leave(seq)
             self._running[seq.seq_id] = seq
+            self._ranks[seq.seq_id] = self._policy(seq, self._now)
             seq.status = Status.RUNNING
             seq.num_computed = prefix.num_tokens
             if not seq.num_preemptions:
@@ -238,18 +239,17 @@ class Scheduler:
 
     def _displace(self, seq: Sequence, prefix: Prefix, plan: StepPlan) -> BlockTable | None:
         """Preempt running sequences of lower priority, the last in order first, if that lets this one enter."""
-        key = self._policy(seq, self._now)
-        keys = {other.seq_id: self._policy(other, self._now) for other in self._running.values() if other.priority > seq.priority}
+        rank = self._policy(seq, self._now)
         victims = [
             other
             for other in reversed(self._running.values())
-            if keys.get(other.seq_id, key) > key and other.num_preemptions < MAX_PREEMPTIONS
+            if other.priority > seq.priority and self._ranks[other.seq_id] > rank and other.num_preemptions < MAX_PREEMPTIONS
         ]
         times = min(seq.num_preemptions, MAX_PREEMPTIONS)
         stay = [other for other in self._running.values() if other not in victims]
         if not victims or not self.cache.fits(*(self._reach(other, times) for other in [*stay, seq])):
             return None
-        for victim in sorted(victims, key=lambda other: keys[other.seq_id], reverse=True):
+        for victim in sorted(victims, key=lambda other: self._ranks[other.seq_id], reverse=True):
             plan.drop(victim.seq_id)
             self._preempt(victim)
             table = self._enter(seq, prefix, plan)
@@ -283,13 +283,12 @@ class Scheduler:
             raise CapacityError(fact, f"{lower}, or raise cache_bytes.")
 
     def _preempt(self, seq: Sequence) -> None:
-        del self._running[seq.seq_id]
+        del self._running[seq.seq_id], self._ranks[seq.seq_id]
         self.cache.release(seq.seq_id)
         self._totals["preemptions"] += 1
         self._totals["recomputed_tokens"] += seq.num_computed
         seq.num_preemptions += 1
         seq.num_computed = 0
-        seq.status = Status.WAITING
         self._waiting.join(seq, self._now)
 
     def _advance(self, chunk: Chunk, result: StepResult) -> None:
@@ -333,6 +332,7 @@ class Scheduler:
         self.cache.release(seq.seq_id, scrub=scrub)
         self._waiting.leave(seq)
         self._running.pop(seq.seq_id, None)
+        self._ranks.pop(seq.seq_id, None)
         self._splits.pop(seq.seq_id, None)
         del self._sequences[seq.seq_id]
         seq.status, seq.finish, seq.error = Status.FINISHED, finish, error

@@ -31,7 +31,7 @@ class Status(Enum):
 class Sequence:
     """The tokens of one request; the only mutable thing that the loop passes around.
 
-    `num_computed` catches up with `len(tokens)`: that is the one rule of scheduling.
+    `num_computed` catches up with `len(tokens)`: that is the one rule of scheduling. `queued_s`: since when it waits, arrival or preemption.
     """
 
     seq_id: int
@@ -50,6 +50,7 @@ class Sequence:
     collect: bool = False
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    queued_s: float = 0.0
 
     @property
     def num_generated(self) -> int:

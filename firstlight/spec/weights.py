@@ -83,17 +83,17 @@ class NameMap:
         expert = fields.get("e")
         return Landing(_filled(rule.target, fields), None if expert is None else int(expert), rule.fit)
 
-    def origin(self, param: str, expert: int | None = None) -> str | None:
-        """A checkpoint name that lands on a parameter, for messages about tensors that are not there; None: no rule makes one."""
+    def origins(self, param: str, expert: int | None = None) -> tuple[str, ...]:
+        """Checkpoint names that would land on a parameter, for messages about tensors that are not there."""
+        found = []
         for rule in self.renames:
             match = _pattern(rule.target).fullmatch(param)
-            if match:
-                fields = {**match.groupdict(), "e": "0" if expert is None else str(expert)}
-                name = _filled(rule.source, fields)
-                found = self.find(name)
-                if isinstance(found, Landing) and found.param == param:
-                    return name
-        return None
+            if match and (expert is not None) == ("{e}" in rule.source):
+                name = _filled(rule.source, {**match.groupdict(), "e": str(expert)})
+                landing = self.find(name)
+                if isinstance(landing, Landing) and (landing.param, landing.expert) == (param, expert):
+                    found.append(name)
+        return tuple(found)
 
     def _rule(self, name: str) -> Rename | Skip | None:
         """The first rule that fits; found once for all names that differ in their numbers only, of which there are many."""

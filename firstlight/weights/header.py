@@ -25,6 +25,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 MAX_NAME = 1024
+MAX_SHOWN = 60
 _POINTER = b"version https://git-lfs"
 
 
@@ -106,7 +107,7 @@ def _entries(file: Path, described: dict[str, Any], data_begin: int, size: int, 
         try:
             found.append(_entry(file, name, facts, data_begin, size))
         except _Damage as damage:
-            problems.add("damaged", f"{name if _plain(name) else ascii(name[:40])} in {file.name} {damage}")
+            problems.add("damaged", f"{name if _plain(name) else ascii(name[:MAX_SHOWN])} in {file.name} {damage}")
     found.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     if len(found) == len(described):
         _check_cover(file, found, data_begin, size, problems)
@@ -120,14 +121,16 @@ def _entry(file: Path, name: str, facts: Any, data_begin: int, size: int) -> Ent
         raise _Damage("lacks dtype, shape or data_offsets")
     shape, offsets = _counts(facts["shape"]), _counts(facts["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2:
-        raise _Damage(f"has shape {facts['shape']!r} and data_offsets {facts['data_offsets']!r}")
-    if facts["dtype"] not in DTYPES:
-        raise _Damage(f"has an unknown dtype {facts['dtype']!r}")
+        raise _Damage(f"has shape {repr(facts['shape'])[:MAX_SHOWN]} and data_offsets {repr(facts['data_offsets'])[:MAX_SHOWN]}")
+    if not isinstance(facts["dtype"], str) or facts["dtype"] not in DTYPES:
+        raise _Damage(f"has an unknown dtype {repr(facts['dtype'])[:MAX_SHOWN]}")
     dtype, bits = DTYPES[facts["dtype"]]
     begin, end = offsets
     wanted = math.prod(shape) * bits
+    if max(wanted, end) >= 1 << 63:
+        raise _Damage("has sizes beyond 64 bits")
     if (end - begin) * 8 != wanted:
-        raise _Damage(f"has {end - begin:,} bytes, {list(shape)} of {dtype} take {wanted / 8:,.0f}")
+        raise _Damage(f"has {end - begin:,} bytes, {list(shape)} of {dtype} take {-(-wanted // 8):,}")
     if data_begin + end > size:
         raise _Damage(f"is cut off: ends at byte {data_begin + end:,} of a file of {size:,}")
     return Entry(name, shape, dtype, file, data_begin + begin, end - begin)

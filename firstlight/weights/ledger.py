@@ -5,7 +5,6 @@ Works on names, shapes and dtypes alone, so that a terabyte is checked in second
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,10 +58,9 @@ class Report:
 
     def summary(self) -> str:
         """A few lines for people."""
-        mib = 1 / 2**20
         lines = [
-            f"{self.num_tensors:,} tensors, {self.checkpoint_bytes * mib:,.1f} MiB on disk, hold {self.num_params:,} parameters",
-            f"{self.memory_bytes * mib:,.1f} MiB in memory, {self.mapped_bytes * mib:,.1f} MiB of it mapped without a copy",
+            f"{self.num_tensors:,} tensors, {_size(self.checkpoint_bytes)} on disk, hold {self.num_params:,} parameters",
+            f"{_size(self.memory_bytes)} in memory, {_size(self.mapped_bytes)} of it mapped without a copy",
         ]
         formats = Counter(self.expert_formats.values())
         lines += [f"{count:,} banks of experts in {form}" for form, count in formats.items()]
@@ -105,14 +103,15 @@ class _Ledger:
         self._names = names
         self._moves: list[Move] = []
         self._skipped: Counter[str] = Counter()
-        self._num_tensors = 0
+        self._seen: list[str] = []
+        self._modules: set[str] = set()
         self._checkpoint_bytes = 0
         self._landed: dict[str, dict[tuple[Facet, int | None], Entry]] = {}
         self._formats: dict[str, Format] = {}
 
     def post(self, entry: Entry) -> None:
         """Book one checkpoint tensor."""
-        self._num_tensors += 1
+        self._seen.append(entry.name)
         self._checkpoint_bytes += entry.num_bytes
         found = self._names.find(entry.name)
         if found is None:
@@ -145,7 +144,7 @@ class _Ledger:
         memory = sum(_memory_bytes(move) for move in kept) + sum(self._specs[name].num_bytes for name in unpacked)
         mapped = sum(_memory_bytes(move) for move in kept if _same_bytes(move))
         report = Report(
-            self._num_tensors, sum(spec.num_elements for spec in self._specs.values()), dict(self._skipped), self._formats,
+            len(self._seen), sum(spec.num_elements for spec in self._specs.values()), dict(self._skipped), self._formats,
             self._checkpoint_bytes, memory, mapped)
         return Plan(tuple(moves), banks, unpacked, report)
 
@@ -200,8 +199,7 @@ class _Ledger:
         """Each format in which a complete piece of the parameter is there, with a tensor as witness."""
         landed = self._landed.get(spec.name, {})
         if not landed:
-            origin = self._names.origin(spec.name) or self._names.origin(spec.name, 0)
-            self.problems.add("missing", spec.name if origin is None else f"{origin} (for {spec.name})")
+            self.problems.add("missing", self._told_origin(spec.name, 0 if bank_of(spec.name) else None))
             return
         stacked = {facet: entry for (facet, expert), entry in landed.items() if expert is None}
         if bank_of(spec.name) is None or len(stacked) == len(landed):
@@ -233,11 +231,27 @@ class _Ledger:
     def _note_gaps(self, spec: TensorSpec, present: Iterable[int]) -> None:
         gaps = sorted(set(range(spec.shape[0])) - set(present))
         if gaps:
-            there = next(iter(self._landed[spec.name].values())).name
-            origins = [self._names.origin(spec.name + suffix, gaps[0]) for suffix in ("", ".packed") if there.endswith("packed") == bool(suffix)]
-            example = next((name for name in origins if name), spec.name)
+            packed = any(facet != "value" for facet, _ in self._landed[spec.name])
+            example = self._told_origin(spec.name + (".packed" if packed else ""), gaps[0])
             listed = ", ".join(str(gap) for gap in gaps[:4]) + (", ..." if len(gaps) > 4 else "")
-            self.problems.add("expert gap", f"{spec.name} lacks {len(gaps)} of {spec.shape[0]} experts: {listed} (such as {example})")
+            self.problems.add("expert gap", f"{spec.name} lacks {len(gaps):,} of {spec.shape[0]:,} experts: {listed} ({example})")
+
+    def _told_origin(self, param: str, expert: int | None) -> str:
+        """What the absent tensor is called in the checkpoint: of several names, the one whose neighbours are there."""
+        names = self._names.origins(param, expert)
+        if not names:
+            return param
+        if len(names) > 1 and not self._modules:
+            self._modules = {module for name in self._seen for module in _modules(name)}
+        known = [sum(module in self._modules for module in _modules(name)) for name in names]
+        return f"{names[known.index(max(known))]} for {param}"
+
+
+def _modules(name: str) -> Iterator[str]:
+    """`a.b` and `a` of `a.b.c`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def fits(found: tuple[int, ...], wanted: tuple[int, ...], fit: Fit) -> bool:
@@ -254,6 +268,10 @@ def fits(found: tuple[int, ...], wanted: tuple[int, ...], fit: Fit) -> bool:
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.2f} MiB"
 
 
 def _same_bytes(move: Move) -> bool:

@@ -22,11 +22,16 @@ from firstlight.weights.ledger import BANK, Move, Plan, Report, bank_of, match
 from firstlight.weights.memory import available_bytes
 from firstlight.weights.problems import Problems
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8, "int8": torch.int8,
+    "int32": torch.int32, "int64": torch.int64,
+}
 LIGHT_BYTES = 1 << 20
-"""A light check looks at the numbers of tensors up to this size: norms, biases, decay vectors; and at every scale."""
+"""A light check looks at the numbers of tensors up to this size (norms, biases, decay vectors), of all that are cast, and at every scale."""
 FULL_BYTES = 1 << 30
 """Checkpoints up to this size are checked in full when nothing else is asked for."""
+PIECE = 1 << 22
+"""Elements looked at together, so that a check of a large tensor needs little memory."""
 NAN_SCALE = 255
 
 Check = Literal["auto", "light", "full"]
@@ -54,6 +59,7 @@ def load(
     wanted = {each.name: each for each in spec.weights()}
     plan = match(checkpoint.entries.values(), wanted.values(), names, str(checkpoint.folder))
     _refuse_too_large(plan, memory_bytes)
+    checkpoint.read_ahead()
     full = check == "full" or (check == "auto" and checkpoint.num_bytes <= FULL_BYTES)
     problems = Problems()
     found: dict[tuple[str, str, int | None], Tensor] = {}
@@ -78,20 +84,34 @@ def _refuse_too_large(plan: Plan, memory_bytes: int | None) -> None:
 
 
 def _move(checkpoint: Checkpoint, move: Move, full: bool, problems: Problems) -> Tensor:
-    raw = checkpoint.tensor(move.entry.name)
-    if raw.dtype is torch.float8_e8m0fnu:
-        raw = raw.view(torch.uint8)
+    raw: Tensor = checkpoint.tensor(move.entry.name)
+    if move.facet == "scale":
+        raw = raw.view(torch.uint8)  # E8M0 is a byte to us; a conversion would round its value
     _check_numbers(raw, move, full, problems)
-    if tuple(raw.shape) != move.shape:
-        raw = _fitted(raw, move, problems)
-    return raw.to(DTYPES[move.dtype])
+    fitted = raw if tuple(raw.shape) == move.shape else _fitted(raw, move, problems)
+    cast = fitted.to(DTYPES[move.dtype])
+    if cast.dtype is not fitted.dtype and (num_lost := _num_broken(cast) - _num_broken(fitted)):
+        problems.add("not finite", f"{move.entry.name} ({num_lost:,} values are beyond the range of {move.dtype})")
+    return cast
 
 
 def _check_numbers(raw: Tensor, move: Move, full: bool, problems: Problems) -> None:
-    if move.facet == "scale" and bool((raw == NAN_SCALE).any()):
-        problems.add("not finite", f"{move.entry.name} ({int((raw == NAN_SCALE).sum())} scales are NaN)")
-    elif move.facet == "value" and (full or move.entry.num_bytes <= LIGHT_BYTES) and not bool(torch.isfinite(raw).all()):
-        problems.add("not finite", f"{move.entry.name} ({int((~torch.isfinite(raw)).sum())} values are NaN or infinite)")
+    if move.facet == "scale":
+        num_nan = int((raw == NAN_SCALE).sum())
+        if num_nan:
+            problems.add("not finite", f"{move.entry.name} ({num_nan:,} scales are NaN)")
+    elif move.facet == "value" and (full or move.entry.num_bytes <= LIGHT_BYTES or raw.dtype is not DTYPES[move.dtype]):
+        num_broken = _num_broken(raw)
+        if num_broken:
+            problems.add("not finite", f"{move.entry.name} ({num_broken:,} values are NaN or infinite)")
+
+
+def _num_broken(values: Tensor) -> int:
+    """How many values are NaN or infinite."""
+    if not values.is_floating_point():
+        return 0
+    pieces = values.reshape(-1).split(PIECE)
+    return sum(piece.numel() - int(torch.isfinite(piece).sum()) for piece in pieces)
 
 
 def _fitted(raw: Tensor, move: Move, problems: Problems) -> Tensor:
@@ -100,7 +120,7 @@ def _fitted(raw: Tensor, move: Move, problems: Problems) -> Tensor:
     flat = raw.reshape(-1, *move.shape[1:])
     kept, padding = flat[: move.shape[0]], flat[move.shape[0] :]
     if bool((padding != 0).any()):
-        problems.add("padding", f"{move.entry.name} ({int((padding != 0).sum())} values beyond {move.shape[0]} are not zero)")
+        problems.add("padding", f"{move.entry.name} ({int((padding != 0).sum()):,} values beyond {move.shape[0]} are not zero)")
     return kept
 
 

@@ -29,7 +29,7 @@ _FIXES: dict[Kind, str] = {
     "wrong dtype": "Convert these tensors to float32, bfloat16 or float16 (experts: or to MXFP4)",
     "expert gap": "Fetch the shards that hold these experts, or correct the number of experts in config.json",
     "unpaired": "Keep both the packed codes and their scale, one scale per 32 columns",
-    "mixed formats": "Store all experts of a bank in one format",
+    "mixed formats": "Store a parameter, and all experts of a bank, in one format",
     "padding": "Restore the tensor: what lies beyond the model's own heads must be exactly zero",
     "not finite": _AGAIN,
 }

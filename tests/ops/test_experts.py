@@ -30,17 +30,20 @@ def unpacked(packed: Tensor, scale: Tensor | None) -> Tensor:
     """One matrix in float64, entry by entry."""
     if scale is None:
         return packed.double()
-    matrix = torch.empty(packed.shape[0], 2 * packed.shape[1], dtype=torch.float64)
-    for o, (row, scales) in enumerate(zip(packed.tolist(), scale.tolist(), strict=True)):
-        for j, byte in enumerate(row):
-            factor = 2.0 ** (scales[2 * j // 32] - 127)
-            matrix[o, 2 * j], matrix[o, 2 * j + 1] = NIBBLES[byte & 15] * factor, NIBBLES[byte >> 4] * factor
-    return matrix
+    rows = []
+    for row, scales in zip(packed.tolist(), scale.tolist(), strict=True):
+        codes = [code for byte in row for code in (byte & 15, byte >> 4)]
+        rows.append([NIBBLES[code] * 2.0 ** (scales[column // 32] - 127) for column, code in enumerate(codes)])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def feed_forward(x: Tensor, bank: Bank, expert: int, kind: str, beta: float = 1.0, linear_beta: float = math.inf) -> Tensor:
+def matrices_of(bank: Bank, expert: int) -> list[Tensor]:
+    """Gate, up and down in float64."""
     scales = [None if part is None else part[expert] for part in (bank.gate_scale, bank.up_scale, bank.down_scale)]
-    gate, up, down = (unpacked(part[expert], scale) for part, scale in zip((bank.gate, bank.up, bank.down), scales, strict=True))
+    return [unpacked(part[expert], scale) for part, scale in zip((bank.gate, bank.up, bank.down), scales, strict=True)]
+
+
+def feed_forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, beta: float = 1.0, linear_beta: float = math.inf) -> Tensor:
     g, u = gate @ x, up @ x
     opened = g if kind == "silu" else beta * torch.tanh(g / beta)
     carried = u if kind == "silu" else linear_beta * torch.tanh(u / linear_beta)
@@ -51,9 +54,10 @@ def feed_forward(x: Tensor, bank: Bank, expert: int, kind: str, beta: float = 1.
 def test_token_by_token_in_float64(form: Callable[..., Tensor], case: Case) -> None:
     x, bank, ids, weights = case.args
     want = torch.zeros(x.shape, dtype=torch.float64)
+    matrices = {expert: matrices_of(bank, expert) for expert in ids.unique().tolist()}
     for t in range(len(x)):
         for expert, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
-            want[t] += weight * feed_forward(x[t].double(), bank, expert, **case.kwargs)
+            want[t] += weight * feed_forward(x[t].double(), *matrices[expert], **case.kwargs)
     (got,) = case.run(form)
     assert want.shape == got.shape
     if want.numel():

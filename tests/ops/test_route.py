@@ -57,14 +57,14 @@ def test_a_bias_below_bf16_resolution_decides() -> None:
     assert pytest.approx([0.5, 0.5]) == weights[0].tolist()
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
-    """256 + 0.5 is 256 in bf16: the expert with the small extra weight must still win."""
+def test_bf16_inputs_give_fp32_logits() -> None:
+    """Near 2, bf16 steps are 1/64: logits in bf16 would tie, and the lowest index would win."""
     x = torch.ones(1, 2, dtype=torch.bfloat16)
-    weight = torch.tensor([[-256.0, 255.0], [-256.0, 255.5], [-256.0, 254.0]], dtype=torch.bfloat16)
-    weight[:, 1] = torch.tensor([253.0, 255.0, 254.0]).bfloat16()
+    weight = torch.tensor([[2.0, 0.0], [2.0, 2.0**-8], [2.0, 2.0**-9]], dtype=torch.bfloat16)
+    assert 1 == len(set((x @ weight.T)[0].tolist()))
     weights, ids = route(x, weight, top_k=3, score="sigmoid", renormalize=False)
     assert [[1, 2, 0]] == ids.tolist()
-    assert pytest.approx([1 / (1 + math.exp(n)) for n in (1, 2, 3)], rel=1e-6) == weights[0].tolist()
+    assert pytest.approx([1 / (1 + math.exp(-2 - step)) for step in (2.0**-8, 2.0**-9, 0.0)], rel=1e-6) == weights[0].tolist()
 
 
 def test_groups_with_negative_biased_scores() -> None:

