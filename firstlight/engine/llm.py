@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from operator import index
 from typing import Any
 
 import torch
@@ -76,15 +78,15 @@ class LLM:
         batch = _as_list(prompts)
         each_params = _per_prompt(self.defaults.params() if params is None else params, len(batch), "params", SamplingParams)
         each_priority = _per_prompt(priority, len(batch), "priority", str)
-        engine = self.engine
+        engine, events = self.engine, list[Event]()
         waiting = [_Job(self.tokens_of(prompt), sampling, self._detokenizer(sampling)) for prompt, sampling in zip(batch, each_params, strict=True)]
         jobs: dict[int, _Job] = {}
         try:
             for job, urgency in zip(waiting, each_priority, strict=True):
                 seq_id = engine.submit(job.prompt, job.params, priority=urgency, salt=salt)
                 jobs[seq_id] = job
-                engine.claim(seq_id, job.events)
-            _drive(engine, jobs, progress)
+                engine.claim(seq_id, events)
+            _drive(engine, jobs, events, progress)
         except BaseException:
             engine.abandon(jobs)
             raise
@@ -148,9 +150,13 @@ class LLM:
                 raise RequestError(f"{self._up.folder} has no tokenizer, text cannot be read", "Give token ids.")
             return [*self.tokenizer.prefix_ids, *self.tokenizer.encode(prompt)]
         try:
-            return list(prompt)
+            # Bytes would pass for ids.
+            ids = None if isinstance(prompt, bytes) else list(map(index, prompt))
         except TypeError:
-            raise RequestError(f"a prompt is of type {type(prompt).__name__}", "Give text, token ids, or an object with one of them.") from None
+            ids = None
+        if ids is None:
+            raise RequestError(f"a prompt is {reprlib.repr(prompt)}", "Give text, token ids, or an object with one of them.")
+        return ids
 
     @property
     def _up(self) -> Machine:
@@ -168,12 +174,11 @@ class LLM:
 
 @dataclass(slots=True)
 class _Job:
-    """One prompt on its way; `events` is where the engine puts what happens to it."""
+    """One prompt on its way."""
 
     prompt: list[int]
     params: SamplingParams
     detokenizer: Detokenizer | None
-    events: list[Event] = field(default_factory=list)
     begun_s: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -229,26 +234,29 @@ class _Job:
             self.logprobs if self.params.logprobs is not None else None, self.error, self.first_token_s)
 
 
-def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], progress: Callable[[int, int], None] | None) -> None:
-    """Step until all jobs have ended."""
-    running = dict(jobs)
+def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], events: list[Event], progress: Callable[[int, int], None] | None) -> None:
+    """Step until all jobs have ended; the engine puts what happens to them into `events`."""
+    running = set(jobs)
     total = sum(job.num_expected for job in jobs.values())
+    num_done = 0
     while running:
         engine.advance()
-        for seq_id, job in list(running.items()):
-            for event in job.events:
-                if job.take(event):
-                    engine.abandon([seq_id])
-            job.events.clear()
+        for event in events:
+            job = jobs[event.seq_id]
+            num_done -= job.num_done
+            if job.take(event):
+                engine.abandon([event.seq_id])
+            num_done += job.num_done
             if job.finish is not None:
-                del running[seq_id]
+                running.discard(event.seq_id)
+        events.clear()
         if progress is not None:
-            progress(total - sum(job.num_expected - job.num_done for job in running.values()), total)
+            progress(num_done, total)
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A lone prompt counts as a batch of one."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, Integral) for item in items):
