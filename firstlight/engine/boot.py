@@ -88,6 +88,7 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     decoder = Decoder(spec, Mesh(), binder)
     loaded = load(Checkpoint.open(folder), spec, found.names, progress=progress)
     decoder.fill(loaded.tensors, loaded.banks)
+    log.info("%s", loaded.report.summary())
     groups = split(
         spec, cache_bytes=_cache_bytes(spec, options), tokens_per_block=options.tokens_per_block,
         max_sequences=options.max_sequences, max_context=spec.max_context)

@@ -97,9 +97,11 @@ class NameMap:
 
     def _rule(self, name: str) -> Rename | Skip | None:
         """The first rule that fits; found once for all names that differ in their numbers only, of which there are many."""
+        rules: tuple[Rename | Skip, ...] = (*self.skips, *self.renames)
         form = _NUMBER.sub(".0.", name)
+        if form not in self._memo and any(_NUMBER.search(rule.source) for rule in rules):
+            return next((rule for rule in rules if _pattern(rule.source).fullmatch(name)), None)  # a rule tells numbers apart
         if form not in self._memo:
-            rules: tuple[Rename | Skip, ...] = (*self.skips, *self.renames)
             self._memo[form] = next((rule for rule in rules if _pattern(rule.source).fullmatch(form)), None)
         return self._memo[form]
 
