@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -112,7 +112,9 @@ def generate(
     with _open(path, chunk_tokens=chunk_tokens, **options) as llm:
         limit = max_tokens or llm.defaults.max_tokens or MAX_TOKENS
         run = _Run(llm.tokens_of(text), spoken=llm.tokenizer is not None)
-        run.stream(llm, llm.defaults.params(**{**given, "max_tokens": limit}), show=None if as_json else _write)
+        # Text that streams is progress enough, and a bar would cut through it.
+        with _bar("generating") if as_json else nullcontext() as progress:
+            run.stream(llm, llm.defaults.params(**{**given, "max_tokens": limit}), None if as_json else _write, progress)
     run.close(as_json)
 
 
@@ -207,7 +209,9 @@ class _Run:
     begun_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
 
-    def stream(self, llm: LLM, params: SamplingParams, show: Callable[[str], None] | None) -> None:
+    def stream(
+        self, llm: LLM, params: SamplingParams, show: Callable[[str], None] | None, progress: Callable[[int, int], None] | None
+    ) -> None:
         """Step the engine until the sequence ends, showing each piece once it is final."""
         detokenizer = Detokenizer(llm.tokenizer, stop=params.stop) if llm.tokenizer else None
         self.begun_s = time.perf_counter()
@@ -222,6 +226,8 @@ class _Run:
                 self.pieces.append(piece)
                 if show and piece:
                     show(piece)
+                if progress:
+                    progress(len(self.tokens), params.max_tokens)
             assert self.finish or not llm.engine.idle(), "the engine is idle, but the sequence has not ended"
 
     def _take(self, event: Event, detokenizer: Detokenizer | None) -> str:

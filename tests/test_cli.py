@@ -333,13 +333,14 @@ def test_bytes_of_the_prompt_that_are_no_text(folder: Path) -> None:
     assert b"lone surrogate" in errors and b"Traceback" not in errors
 
 
-def test_the_bar_shows_on_a_terminal_only(folder: Path) -> None:
+def watched(folder: Path, reply: list[int], *arguments: str) -> tuple[bytes, bytes]:
+    """Standard output, and what a terminal shows of standard error."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    process = start(folder, [97], 0.05, "--prompt", "a", stderr=theirs, environment={"TERM": "xterm"})
+    process = start(folder, reply, 0.05, *arguments, stderr=theirs, environment={"TERM": "xterm"})
     os.close(theirs)
     assert process.stdout is not None
-    assert b"a" == process.stdout.read()
+    out = process.stdout.read()
     seen, deadline = b"", time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -351,6 +352,21 @@ def test_the_bar_shows_on_a_terminal_only(folder: Path) -> None:
         seen += piece
     os.close(ours)
     assert 0 == process.wait(timeout=30)
+    return out, seen
+
+
+def test_the_bar_shows_on_a_terminal_only(folder: Path) -> None:
+    out, seen = watched(folder, [97], "--prompt", "a")
+    assert b"a" == out
     assert b"loading" in seen and b"1 prompt tokens" in seen
+    assert b"generating" not in seen, "a bar beside text that streams"
     quiet = start(folder, [97], 0.0, "--prompt", "a")
     assert b"loading" not in quiet.communicate(timeout=30)[1]
+
+
+def test_work_without_a_word_shows_a_bar(folder: Path) -> None:
+    out, seen = watched(folder, [97, 98, 99], "--prompt", "a", "--json")
+    assert "abc" == json.loads(out)["text"]
+    assert b"generating" in seen
+    quiet = start(folder, [97], 0.0, "--prompt", "a", "--json")
+    assert b"" == quiet.communicate(timeout=30)[1]

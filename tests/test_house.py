@@ -35,7 +35,10 @@ FOREIGN_ERRORS = {
 """Exceptions outside our hierarchy that may be raised, and by which right."""
 STANDALONE = {"firstlight/adapt/record.py": "is copied beside reference code, where nothing else of us is installed"}
 """Files that raise an error of their own, because they import nothing of ours."""
-BLANKET_EXCEPTS = {"firstlight/text/json_form.py": "tokenizers raises the bare class for every flaw of a file"}
+BLANKET_EXCEPTS = {
+    "firstlight/text/json_form.py": "tokenizers raises the bare class for every flaw of a file",
+    "firstlight/engine/async_engine.py": "the main function of a worker, and where a client's request enters it",
+}
 """Path -> which boundary stands there: a process (worker main, request handler, plug-in load), or a library that leaves no choice."""
 ENVIRONMENT_READERS: dict[str, str] = {}
 """Path -> why a file reads the environment although no variable may change a result."""

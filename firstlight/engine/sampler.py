@@ -56,24 +56,25 @@ class Sampler:
             params = seq.sampling
             changed = _changes_logits(seq)
             if changed or not params.greedy:
-                tokens[row] = self._one(logits_RV[row].float(), seq, changed)
+                tokens[row] = self._one(logits_RV[row], seq, changed)
             if params.logprobs is not None:
                 logprobs[row] = describe(logits_RV[row], tokens[row], params.logprobs)
         return tokens, logprobs
 
+    def adjusted(self, row_V: Tensor, seq: Sequence) -> Tensor:
+        """Float32 logits after repetition, frequency and presence penalties, bias, and the ban of ends before `min_tokens`."""
+        if seq not in self._changes:
+            self._changes[seq] = _Changes.of(seq, row_V)
+        return self._changes[seq].apply(row_V.float(), seq)
+
     def _one(self, row_V: Tensor, seq: Sequence, changed: bool) -> int:
         params = seq.sampling
         if changed:
-            row_V = self._changes_of(seq, row_V).apply(row_V, seq)
+            row_V = self.adjusted(row_V, seq)
         if params.greedy:
             return int(row_V.argmax())
         seed = f"{self.seed}/{seq.seq_id}" if params.seed is None else params.seed
         return pick(weights(row_V, params), uniform(seed, len(seq.tokens)))
-
-    def _changes_of(self, seq: Sequence, row_V: Tensor) -> _Changes:
-        if seq not in self._changes:
-            self._changes[seq] = _Changes.of(seq, row_V)
-        return self._changes[seq]
 
     def _forget(self) -> None:
         for seq in [seq for seq in self._changes if seq.status is Status.FINISHED]:
@@ -161,11 +162,11 @@ class _Changes:
         counted = _penalised(params)
         return cls(
             torch.tensor([*bias], dtype=torch.int64, device=device), torch.tensor([*bias.values()], dtype=torch.float32, device=device),
-            torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device), torch.zeros_like(row_V) if counted else None,
+            torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device), torch.zeros_like(row_V, dtype=torch.float32) if counted else None,
             torch.zeros_like(row_V, dtype=torch.bool) if counted else None)
 
     def apply(self, row_V: Tensor, seq: Sequence) -> Tensor:
-        """Changed logits: repetition, frequency, presence, bias, then end tokens that may not come yet."""
+        """Changed logits, the row itself untouched."""
         params = seq.sampling
         row_V = row_V.clone()
         if self.seen_V is not None and self.generated_V is not None:

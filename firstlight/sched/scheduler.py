@@ -204,7 +204,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         """Let waiting sequences enter strictly in order: none overtakes one that does not fit yet."""
-        while plan.budget > 0:
+        while plan.budget > 0 or len(self._running) >= self._num_slots:
             seq = self._waiting.head(self._now)
             if seq is None or seq.seq_id in plan.preempted:
                 return

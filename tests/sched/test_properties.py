@@ -211,6 +211,18 @@ def test_interactive_enters_a_machine_full_of_background_at_once() -> None:
         assert alone(number, 6, 30) == tuple(seq.tokens[6:])
 
 
+def test_interactive_enters_when_decodes_take_every_token() -> None:
+    world = World(groups(60, 8), Limits(tokens_per_step=4, sequences_per_step=4, chunk_tokens=8))
+    for number in range(4):
+        world.add(number, 3, 30, priority=Priority.BACKGROUND)
+    for _ in range(5):
+        world.step()
+    high = world.add(9, 6, 3, priority=Priority.INTERACTIVE)
+    world.step()
+    assert 1 == high.num_computed
+    world.drain(200)
+
+
 def test_priority_takes_blocks_too_but_not_in_vain() -> None:
     world = World(groups(20, 8), SMALL)
     low = world.add(0, 20, 40, priority=Priority.BACKGROUND)
@@ -223,6 +235,49 @@ def test_priority_takes_blocks_too_but_not_in_vain() -> None:
         assert 0 == low.num_preemptions or Status.RUNNING is large.status, "preempted for nothing"
     world.drain(200)
     assert alone(0, 20, 40) == tuple(low.tokens[20:])
+
+
+def test_who_gave_way_does_not_come_back_in_the_same_step() -> None:
+    """The small one alone was not enough; it would fit again beside the newcomer, and wait for the next step all the same."""
+    world = World(groups(24, 8), SMALL)
+    large = world.add(0, 60, 4, priority=Priority.BACKGROUND)
+    small = world.add(1, 8, 4, priority=Priority.BACKGROUND)
+    while large.num_computed < 60:
+        world.step()
+        small.sampling = SamplingParams(max_tokens=small.num_generated + 4, temperature=0)
+    high = world.add(2, 40, 4, priority=Priority.INTERACTIVE)
+    world.step()
+    assert [Status.WAITING, Status.WAITING, Status.RUNNING] == [seq.status for seq in (large, small, high)]
+    world.drain(100)
+
+
+def test_the_first_among_equals_keeps_its_blocks() -> None:
+    world = World(groups(30, 4), SMALL)
+    members = [world.add(number, 8, 80) for number in range(3)]
+    world.drain(3 * 90)
+    assert 0 == members[0].num_preemptions
+    assert sum(seq.num_preemptions for seq in members) > 0
+    for number, seq in enumerate(members):
+        assert alone(number, 8, 80) == tuple(seq.tokens[8:])
+
+
+def test_who_was_preempted_often_enough_is_left_alone_by_those_who_came_later() -> None:
+    """Even by one of higher priority, and even when that one already stands in the step."""
+    given_way = 0
+    for offset in range(4):
+        world = World(groups(22, 4), SMALL)
+        low = world.add(0, 8, 60, priority=Priority.BACKGROUND)
+        for _ in range(MAX_PREEMPTIONS):
+            world.step()
+            world.preempt(low)
+        world.step()
+        high = world.add(1, 8 + offset, 60, priority=Priority.INTERACTIVE)
+        world.drain(150)
+        assert MAX_PREEMPTIONS == low.num_preemptions
+        given_way += high.num_preemptions
+        assert alone(0, 8, 60) == tuple(low.tokens[8:])
+        assert alone(1, 8 + offset, 60) == tuple(high.tokens[8 + offset :])
+    assert given_way > 0, "the cache was large enough"
 
 
 def test_a_flood_of_interactive_work_preempts_a_sequence_boundedly_and_cannot_starve_it() -> None:
@@ -284,6 +339,30 @@ def test_long_prompts_alone_get_whole_steps() -> None:
     while not world.scheduler.idle():
         world.step(lambda batch: tokens.append(batch.num_tokens))
     assert 64 == min(tokens[1:-4])
+
+
+def test_long_prompts_get_whole_steps_beside_one_that_cannot_enter() -> None:
+    world = World(groups(400, 8), Limits(tokens_per_step=64, sequences_per_step=8, chunk_tokens=16), memory=False)
+    for number in range(5):
+        world.add(number, 16 * LONG_CHUNKS * 8, 1)
+    for _ in range(3):
+        world.step()
+    tokens: list[int] = []
+    for _ in range(10):
+        world.step(lambda batch: tokens.append(batch.num_tokens))
+    assert 3 == world.scheduler.counts()["running"]
+    assert [48] * 10 == tokens
+
+
+def test_forced_chunks_go_beyond_the_budget_one_at_a_time() -> None:
+    world = World(groups(40, 4), Limits(tokens_per_step=6, sequences_per_step=4, chunk_tokens=4))
+    for number in range(3):
+        world.add(number, 10, 1, collect=True, split=(8, 2))
+    tokens: list[int] = []
+    while not world.scheduler.idle():
+        world.step(lambda batch: tokens.append(batch.num_tokens))
+    assert 30 == sum(tokens)
+    assert 8 == max(tokens)
 
 
 @pytest.mark.parametrize("split", [(3, 1, 7), (11,), (1,) * 11, (2, 2), (10, 1)])

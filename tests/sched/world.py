@@ -9,7 +9,7 @@ from functools import cache
 from firstlight.cache.manager import CacheManager, Group
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
 from firstlight.sched.policy import PATIENCE_S, Policy, by_priority
-from firstlight.sched.scheduler import MAX_PREEMPTIONS, Limits, Scheduler
+from firstlight.sched.scheduler import LOOKAHEAD_TOKENS, MAX_PREEMPTIONS, Limits, Scheduler
 from firstlight.sched.sequence import Batch, Event, Priority, Sequence, Status
 from firstlight.spec.sampling import SamplingParams
 
@@ -75,6 +75,7 @@ class World:
         """One step with all checks; `during` runs while the batch is in flight."""
         waiting = [seq for seq in self.sequences.values() if seq.status is Status.WAITING]
         running = [seq for seq in self.sequences.values() if seq.status is Status.RUNNING]
+        times = {seq.seq_id: seq.num_preemptions for seq in running}
         now = self.clock()
         keys = {seq.seq_id: (self.policy(seq, now), seq.seq_id) for seq in waiting}
         # Who has waited long enough to rise may stand behind one of its own priority that has not.
@@ -84,6 +85,7 @@ class World:
         if not risen:
             self._check_order(waiting, keys)
         self._check_batch(batch, running)
+        self._check_room(waiting, running, times)
         self.cache.check()
         if during is not None:
             during(batch)
@@ -137,6 +139,17 @@ class World:
             assert 1 == len(chunk.table.blocks["kda"])
         for seq in alive:
             assert seq.num_preemptions <= MAX_PREEMPTIONS + self.manual.get(seq.seq_id, 0)
+
+    def _check_room(self, waiting: list[Sequence], running: list[Sequence], times: dict[int, int]) -> None:
+        for seq in running:
+            assert seq.num_preemptions == times[seq.seq_id] or Status.WAITING is seq.status, "in and out in one step"
+        for seq in self.sequences.values():
+            assert seq.status is not Status.WAITING or 0 == seq.num_computed
+        if any(seq.status is Status.RUNNING for seq in waiting):
+            members = [seq for seq in self.sequences.values() if seq.status is Status.RUNNING]
+            ahead = {seq.seq_id: seq.num_prompt + min(seq.sampling.max_tokens - 1, seq.num_generated + LOOKAHEAD_TOKENS[0]) for seq in members}
+            free = self.cache.counts()["mla"]["free"]
+            assert self.cache.growth(ahead)["mla"] <= free, "let in without room to grow"  # type: ignore[operator]
 
     def _check_events(self, events: list[Event]) -> None:
         for event in events:
