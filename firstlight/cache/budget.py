@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from firstlight.cache.manager import Group
+from firstlight.cache.blocks import Group
 from firstlight.spec.errors import CapacityError
 from firstlight.spec.model import ModelSpec
 
 FREE_SHARE = 0.25
+SNAPSHOT_SHARE = 0.25
+MOST_SNAPSHOTS = 4096
+"""More would cost bookkeeping time and save nothing measurable."""
 
 
 def default_bytes(spec: ModelSpec, *, free_bytes: int, max_sequences: int, max_context: int) -> int:
@@ -15,8 +18,10 @@ def default_bytes(spec: ModelSpec, *, free_bytes: int, max_sequences: int, max_c
     return min(int(free_bytes * FREE_SHARE), most)
 
 
-def split(spec: ModelSpec, *, cache_bytes: int, tokens_per_block: int, max_sequences: int, max_context: int) -> list[Group]:
-    """One budget over all groups: states for as many sequences as half of it holds, rows with the rest.
+def split(
+    spec: ModelSpec, *, cache_bytes: int, tokens_per_block: int, max_sequences: int, max_context: int, prefix_cache: bool = False
+) -> list[Group]:
+    """One budget over all groups: states for as many sequences as half of it holds, snapshots within a quarter, rows with the rest.
 
     Raises CapacityError when not even one state and one block fit.
     """
@@ -30,11 +35,13 @@ def split(spec: ModelSpec, *, cache_bytes: int, tokens_per_block: int, max_seque
     if state_bytes:
         share = cache_bytes // 2 if block_bytes else cache_bytes
         num_slots = min(max_sequences, max(1, share // state_bytes))
+    num_kept = int(cache_bytes * SNAPSHOT_SHARE) // state_bytes if prefix_cache and state_bytes else 0
+    num_kept = min(num_kept, MOST_SNAPSHOTS, (cache_bytes - num_slots * state_bytes - block_bytes) // state_bytes) if num_kept else 0
     num_blocks = 0
     if block_bytes:
-        most = max_sequences * -(-max_context // tokens_per_block)
-        num_blocks = min(most, (cache_bytes - num_slots * state_bytes) // block_bytes)
+        most = max_sequences * -(-max_context // tokens_per_block) * (4 if prefix_cache else 1)
+        num_blocks = min(most, (cache_bytes - (num_slots + num_kept) * state_bytes) // block_bytes)
     return [
-        Group(name, "rows", num_blocks, tokens_per_block) if kind == "rows" else Group(name, "state", num_slots)
+        Group(name, "rows", num_blocks, tokens_per_block) if kind == "rows" else Group(name, "state", num_slots + num_kept, num_kept=num_kept)
         for name, kind in kinds.items()
     ]

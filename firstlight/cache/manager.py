@@ -1,88 +1,120 @@
-"""Which sequence owns which block. Bookkeeping only: no tensor is touched, no torch imported."""
+"""Which sequence holds which block. Bookkeeping only: no tensor is touched, no torch imported.
+
+A block has one writer or none: the sequence that took it. Full blocks and snapshots that are published under their key may be
+held by many, and nobody writes them. References are counted; a block without a reference is free.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
-from firstlight.spec.errors import CapacityError
+from firstlight.cache.blocks import Blocks, BlockTable, Group, Transfer
+from firstlight.cache.evict import worth
+from firstlight.cache.prefix import Chain, Match, PrefixIndex, Rows, Snapshot, root_key
+from firstlight.spec.errors import CapacityError, ConfigError
 
 _NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Layers that share a cache layout. A block of a rows group holds `tokens_per_block` tokens; of a state group, one state."""
+class Prefix:
+    """The part of a prompt that need not be computed again. `mark` is where a snapshot would have let more be reused, 0: nowhere."""
 
-    name: str
-    kind: Literal["rows", "state"]
-    num_blocks: int
-    tokens_per_block: int = 1
+    num_tokens: int = 0
+    mark: int = 0
+    match: Match = Match()
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this length owns: rows by its length, a state always one."""
-        return -(-num_tokens // self.tokens_per_block) if self.kind == "rows" else 1
+    def cold(self) -> Prefix:
+        """The same prompt with nothing to resume from."""
+        return Prefix(match=Match(chain=self.match.chain))
 
 
 @dataclass(slots=True)
-class BlockTable:
-    """The blocks of one sequence: for a rows group one id per `tokens_per_block` tokens, for a state group exactly one id.
+class _Holding:
+    """What a sequence holds besides its table."""
 
-    Ids are 64-bit and never change while the sequence owns them; a rows list only grows.
-    """
-
-    seq_id: int
-    blocks: dict[str, array[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Copy one block onto another inside a group."""
-
-    group: str
-    source: int
-    target: int
-    when: Literal["before", "after"] = "before"
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The part of a prompt that need not be computed again, and where it lies."""
-
-    num_tokens: int = 0
-    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    table: BlockTable
+    chain: Chain
+    rows: list[Rows] = field(default_factory=list)
+    num_published: int = 0
+    num_committed: int = 0
+    mark: int = 0
+    source: Snapshot | None = None
+    pending: tuple[int, tuple[int, ...]] | None = None
+    own: list[Rows] = field(default_factory=list)
+    kept: list[Snapshot] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    resumed: bool = False
 
 
 class CacheManager:
-    """Hands blocks of all groups to sequences and takes them back; the lowest free ids go first, then the last returned.
+    """Hands blocks of all groups to sequences and takes them back; free ones first, then the least valuable cached ones.
 
-    Raises: CapacityError when a group has no blocks at all.
+    `identity` names model, dtype and layout in every key. `prefix_cache` False: nothing is published.
+    `snapshot_tokens` > 0: a snapshot at every multiple of it too. Raises: CapacityError when a group has no blocks at all.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], *, identity: bytes = b"", prefix_cache: bool = False, snapshot_tokens: int = 0) -> None:
         self._groups = {group.name: group for group in groups}
         assert len(self._groups) == len(groups), "two cache groups of one name"
         for group in groups:
             if group.num_blocks < 1 or group.tokens_per_block < 1:
                 fact = f"cache group {group.name} has {group.num_blocks} blocks of {group.tokens_per_block} tokens"
                 raise CapacityError(fact, "Raise cache_bytes, or lower tokens_per_block.")
-        self._free = {name: array("q", range(group.num_blocks - 1, -1, -1)) for name, group in self._groups.items()}
-        self._tables: dict[int, BlockTable] = {}
-        self._committed: dict[int, int] = {}
+        self._rows = [group for group in groups if group.kind == "rows"]
+        self._states = [group for group in groups if group.kind == "state"]
+        sizes = {group.tokens_per_block for group in self._rows} or {16}
+        if prefix_cache and len(sizes) > 1:
+            raise ConfigError(f"rows groups have blocks of {sorted(sizes)} tokens", "Use one size for all, or prefix_cache=False.")
+        self.prefix_cache, self.identity, self.snapshot_tokens = prefix_cache, identity, snapshot_tokens
+        self.tokens_per_block = min(sizes)
+        self.index = PrefixIndex(
+            tokens_per_block=self.tokens_per_block, num_rows_groups=len(self._rows), num_state_groups=len(self._states), drop=self._drop_kind)
+        self._blocks = {group.name: Blocks(group) for group in groups}
+        self._of_rows = [self._blocks[group.name] for group in self._rows]
+        self._of_states = [self._blocks[group.name] for group in self._states]
+        self._held: dict[int, _Holding] = {}
         self._fresh: dict[str, list[int]] = {name: [] for name in self._groups}
         self._scrub: dict[str, list[int]] = {name: [] for name in self._groups}
+        self._num_pending = 0
 
     @property
     def capacity_tokens(self) -> int | None:
         """Length of the longest sequence that an empty cache holds; None: no group grows with length."""
-        rows = [group.num_blocks * group.tokens_per_block for group in self._groups.values() if group.kind == "rows"]
-        return min(rows, default=None)
+        return min((group.num_blocks * group.tokens_per_block for group in self._rows), default=None)
 
     def match(self, tokens: Sequence[int], *, salt: bytes = b"") -> Prefix:
-        """The longest computed prefix that every group can resume from; changes nothing."""
-        return Prefix()
+        """The longest computed prefix that every group can resume from, at least one token short of all; changes nothing."""
+        chain = Chain(root_key(self.identity, salt), self.tokens_per_block)
+        if not self.prefix_cache:
+            return Prefix(match=Match(chain=chain))
+        found = self.index.match(chain, tokens, len(tokens) - 1)
+        mark = found.rows_tokens - found.rows_tokens % self.tokens_per_block if self._states else 0
+        return Prefix(found.num_tokens, mark if mark > found.num_tokens else 0, found)
+
+    def explain(self, tokens: Sequence[int], *, salt: bytes = b"") -> dict[str, Any]:
+        """How many tokens could be reused now, how far each group reaches, and why it is not more."""
+        match = self.match(tokens, salt=salt).match
+        rows = match.rows_tokens if self.prefix_cache else 0
+        reach = {group.name: rows if group.kind == "rows" else match.num_tokens for group in self._groups.values()}
+        return {
+            "matched_tokens": match.num_tokens, "by_group": reach, "reason": self._reason(match, len(tokens)),
+            "minimum_reusable_tokens": 1 if self._states else self.tokens_per_block,
+        }
+
+    def _reason(self, match: Match, num_tokens: int) -> str:
+        if not self.prefix_cache:
+            return "the prefix cache is off"
+        if match.num_tokens >= num_tokens - 1:
+            return "all but the last token is cached; one token is always computed"
+        if match.num_tokens < match.rows_tokens:
+            return f"rows are cached for {match.rows_tokens} tokens, but no state is kept behind token {match.num_tokens}; the next run keeps one"
+        if not match.rows_tokens:
+            return "nothing with this beginning is cached in this namespace"
+        return f"what follows token {match.num_tokens} has not been computed yet, or was evicted"
 
     def reserve(
         self, seq_id: int, num_tokens: int, *, prefix: Prefix | None = None, upto: int = 0, spare: Mapping[str, int] = _NOTHING
@@ -91,42 +123,99 @@ class CacheManager:
 
         Also None when afterwards it could not grow on to `upto` tokens with `spare` blocks per group left over for others.
         """
-        assert prefix is None or not prefix.num_tokens, "nothing is shared yet, so no prefix can be resumed"
-        table = self._tables.get(seq_id)
+        held = self._held.get(seq_id)
+        match = prefix.match if prefix is not None and held is None else Match()
         lacking: list[tuple[str, int]] = []
         for name, group in self._groups.items():
-            held = len(table.blocks[name]) if table is not None else 0
-            count = group.blocks_for(num_tokens) - held
-            most = max(count, group.blocks_for(upto) - held) if upto else count
-            if most > 0 and most + spare.get(name, 0) > len(self._free[name]):
+            have = len(match.rows) if group.kind == "rows" else 0
+            if held is not None:
+                have = len(held.table.blocks[name])
+            count = group.blocks_for(num_tokens) - have
+            most = max(count, group.blocks_for(upto) - have) if upto else count
+            if most > 0 and most + spare.get(name, 0) > self._available(name, match):
                 return None
-            if count > 0:
-                lacking.append((name, count))
-        if table is None:
-            table = self._tables[seq_id] = BlockTable(seq_id, {name: array("q") for name in self._groups})
-            self._committed[seq_id] = 0
+            lacking.append((name, count))
+        if held is None:
+            held = self._open(seq_id, prefix or Prefix())
         for name, count in lacking:
-            free = self._free[name]
-            taken = free[: -count - 1 : -1]
-            del free[-count:]
-            table.blocks[name].extend(taken)
-            self._fresh[name].extend(taken)
-        return table
+            if count > 0:
+                self._make_room(name, count)
+                taken = self._blocks[name].take(count)
+                held.table.blocks[name].extend(taken)
+                self._fresh[name].extend(taken)
+        if held.source is not None and not held.resumed:
+            self._resume(held, held.source)
+        return held.table
+
+    def next_mark(self, seq_id: int, begin: int, num_prompt: int) -> int | None:
+        """The next length after `begin` at which a snapshot is wanted: the prompt's end less one, a branch seen again, the grid."""
+        if not self.prefix_cache or not self._states:
+            return None
+        marks = [num_prompt - 1, self._held[seq_id].mark]
+        if self.snapshot_tokens:
+            marks.append(begin - begin % self.snapshot_tokens + self.snapshot_tokens)
+        return min((mark for mark in marks if mark > begin), default=None)
+
+    def snapshot(self, seq_id: int, tokens: Sequence[int], num_tokens: int) -> None:
+        """Copy the states after this step, when `num_tokens` will be computed, if a slot can be had; `commit` lists the copy."""
+        held = self._held[seq_id]
+        held.chain.extend(tokens, num_tokens)
+        if held.pending is not None or self.index.has_snapshot(held.chain.key(tokens, num_tokens)):
+            return
+        slots = self._slots_for_snapshot(num_tokens)
+        if slots is None:
+            return
+        for group, slot in zip(self._states, slots, strict=True):
+            held.transfers.append(Transfer(group.name, held.table.blocks[group.name][0], slot, "after"))
+        held.pending = (num_tokens, slots)
+        self._num_pending += 1
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_tokens: int | None = None) -> None:
-        """Say that the first `num_tokens` of `tokens` (None: all) lie in the blocks; never copies them."""
-        self._committed[seq_id] = len(tokens) if num_tokens is None else num_tokens
-
-    def release(self, seq_id: int, *, scrub: bool = False) -> None:
-        """Take all blocks of a sequence back; unknown ids are fine. `scrub`: their content is dangerous, see `take_scrub`."""
-        table = self._tables.pop(seq_id, None)
-        if table is None:
+        """Say that the first `num_tokens` of `tokens` (None: all) lie in the blocks: full blocks and the pending snapshot are listed."""
+        held = self._held[seq_id]
+        held.num_committed = len(tokens) if num_tokens is None else num_tokens
+        if held.source is not None:
+            self.index.unpin(held.source)
+            held.source = None
+        if not self.prefix_cache:
             return
-        del self._committed[seq_id]
-        for name, blocks in table.blocks.items():
-            self._free[name].extend(reversed(blocks))
+        held.chain.extend(tokens, held.num_committed)
+        self._publish(held)
+        if held.pending is not None:
+            (position, slots), held.pending = held.pending, None
+            self._num_pending -= 1
+            if position != held.num_committed or not self._list_snapshot(held, tokens, position, slots):
+                self._drop_kind("state", slots)
+
+    def release(self, seq_id: int, *, scrub: bool = False, tokens: Sequence[int] | None = None) -> None:
+        """Take all blocks of a sequence back; unknown ids are fine.
+
+        `tokens`: its states are kept as a snapshot of what was committed. `scrub`: its content is dangerous: what it published is
+        withdrawn, and its own blocks are put on the list of `take_scrub`.
+        """
+        held = self._held.pop(seq_id, None)
+        if held is None:
+            return
+        if held.source is not None:
+            self.index.unpin(held.source)
+        if held.pending is not None:
+            self._num_pending -= 1
+            self._drop_kind("state", held.pending[1])
         if scrub:
-            self.mark_scrub(table.blocks)
+            self.index.withdraw(held.own, held.kept)
+            self.mark_scrub(self._private(held))
+        elif tokens is not None and self.prefix_cache and self._states and held.num_committed:
+            self._keep_state(held, tokens)
+        self.index.give_back(held.rows)
+        for name, blocks in held.table.blocks.items():
+            self._blocks[name].give_back(reversed(blocks))
+
+    def reset(self) -> None:
+        """Forget every cached prefix; running sequences keep their blocks."""
+        self.index.clear()
+        for held in self._held.values():
+            held.own.clear()
+            held.kept.clear()
 
     def mark_scrub(self, blocks: Mapping[str, Iterable[int]]) -> None:
         """Put blocks on the list of `take_scrub`: for those that a step should have prepared and did not."""
@@ -141,6 +230,13 @@ class CacheManager:
         """Blocks to zero before the next compute: released since the last call by a sequence that failed."""
         return _drain(self._scrub)
 
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Copies that the next step must do; those of a sequence that was released meanwhile are gone with it."""
+        taken = [transfer for held in self._held.values() for transfer in held.transfers]
+        for held in self._held.values():
+            held.transfers.clear()
+        return tuple(taken)
+
     def fits(self, *num_tokens: int) -> bool:
         """Whether an empty cache holds sequences of these lengths together."""
         return all(sum(map(group.blocks_for, num_tokens)) <= group.num_blocks for group in self._groups.values())
@@ -149,34 +245,134 @@ class CacheManager:
         """Blocks per group that these sequences (id -> length) lack to be so long."""
         found = dict.fromkeys(self._groups, 0)
         for seq_id, num_tokens in lengths.items():
-            table = self._tables.get(seq_id)
+            held = self._held.get(seq_id)
             for name, group in self._groups.items():
-                held = len(table.blocks[name]) if table is not None else 0
-                found[name] += max(0, group.blocks_for(num_tokens) - held)
+                have = len(held.table.blocks[name]) if held is not None else 0
+                found[name] += max(0, group.blocks_for(num_tokens) - have)
         return found
 
     def usage(self) -> float:
-        """Used share of the fullest group, 0 to 1."""
-        return max((1 - len(self._free[name]) / group.num_blocks for name, group in self._groups.items()), default=0.0)
+        """Share of the fullest group that running sequences use, 0 to 1; what is only cached counts as free."""
+        return max((1 - (len(blocks.free) + blocks.num_cached) / blocks.group.num_blocks for blocks in self._blocks.values()), default=0.0)
 
     def counts(self) -> dict[str, dict[str, str | int]]:
-        """Per group: kind, and blocks in total, free, used, cached."""
-        found: dict[str, dict[str, str | int]] = {}
-        for name, group in self._groups.items():
-            free, total = len(self._free[name]), group.num_blocks
-            found[name] = {"kind": group.kind, "total": total, "free": free, "used": total - free, "cached": 0}
-        return found
+        """Per group: kind, and blocks in total, free, used by sequences, cached only."""
+        return {
+            name: {"kind": blocks.group.kind, "total": blocks.group.num_blocks, "free": len(blocks.free), "used": blocks.num_used,
+                   "cached": blocks.num_cached}
+            for name, blocks in self._blocks.items()
+        }
 
     def check(self) -> None:
-        """Assert that every block has exactly one owner and that no table is shorter than what was committed to it."""
-        for name, group in self._groups.items():
-            owned = [block for table in self._tables.values() for block in table.blocks[name]]
-            everywhere = sorted([*owned, *self._free[name]])
-            assert everywhere == list(range(group.num_blocks)), f"{name}: blocks are lost, doubled or invented"
-            for seq_id, table in self._tables.items():
-                held, needed = len(table.blocks[name]), group.blocks_for(self._committed[seq_id])
-                assert held >= needed, f"{name}: sequence {seq_id} committed {needed} blocks and owns {held}"
-                assert group.kind == "rows" or held == 1, f"{name}: sequence {seq_id} owns {held} states"
+        """Assert conservation: references add up, free blocks have none, states have one table, tables are long enough."""
+        listed = list(self.index.holdings()) + [("state", held.pending[1]) for held in self._held.values() if held.pending]
+        for kind, groups in (("rows", self._rows), ("state", self._states)):
+            for place, group in enumerate(groups):
+                tables = [block for held in self._held.values() for block in held.table.blocks[group.name]]
+                self._blocks[group.name].check(tables, [blocks[place] for each, blocks in listed if each == kind])
+                assert kind == "rows" or len(tables) == len(set(tables)), f"{group.name}: two sequences write one state"
+        for seq_id, held in self._held.items():
+            for name, group in self._groups.items():
+                have, needed = len(held.table.blocks[name]), group.blocks_for(held.num_committed)
+                assert have >= needed, f"{name}: sequence {seq_id} committed {needed} blocks and holds {have}"
+
+    def _available(self, name: str, match: Match) -> int:
+        """Blocks that can be had: free, or cached and neither wanted by this match nor being copied."""
+        if self._groups[name].kind == "state":
+            kept_back = self.index.num_pinned + self._num_pending + (match.snapshot is not None and not match.snapshot.num_pins)
+        else:
+            kept_back = sum(1 for rows in match.rows if not rows.num_users) + self.index.num_pinned_tails
+            kept_back += match.snapshot is not None and bool(match.snapshot.tail) and not match.snapshot.num_pins
+        blocks = self._blocks[name]
+        return len(blocks.free) + max(0, blocks.num_cached - kept_back)
+
+    def _open(self, seq_id: int, prefix: Prefix) -> _Holding:
+        match = prefix.match
+        self.index.take(match)
+        table = BlockTable(seq_id, {name: array("q") for name in self._groups})
+        chain = match.chain or Chain(root_key(self.identity, b""), self.tokens_per_block)
+        held = self._held[seq_id] = _Holding(table, chain, list(match.rows), len(match.rows), prefix.num_tokens, prefix.mark, match.snapshot)
+        for rows in match.rows:
+            for blocks, block in zip(self._of_rows, rows.blocks, strict=True):
+                table.blocks[blocks.group.name].append(block)
+                blocks.share(block)
+        return held
+
+    def _make_room(self, name: str, count: int) -> None:
+        """Evict cached blocks until so many are free; `_available` has promised that this works."""
+        rows = self._groups[name].kind == "rows"
+        while len(self._blocks[name].free) < count:
+            found = self.index.evict_rows() if rows else self.index.evict_snapshot()
+            assert found, f"{name}: {count} blocks were promised, nothing is left to evict"
+
+    def _drop_kind(self, kind: str, blocks: tuple[int, ...]) -> None:
+        """The index lets go of one block per group of a kind."""
+        for each, block in zip(self._of_rows if kind == "rows" else self._of_states, blocks, strict=True):
+            each.unlist(block)
+
+    def _publish(self, held: _Holding) -> None:
+        if not self._rows:
+            return
+        for i in range(held.num_published, held.num_committed // self.tokens_per_block):
+            blocks = tuple(held.table.blocks[group.name][i] for group in self._rows)
+            rows = self.index.publish(held.chain.keys[i], held.chain.at(i), blocks)
+            if rows is not None:
+                for each, block in zip(self._of_rows, blocks, strict=True):
+                    each.list(block)
+                held.rows.append(rows)
+                held.own.append(rows)
+            held.num_published = i + 1
+
+    def _resume(self, held: _Holding, source: Snapshot) -> None:
+        """Copy what would be written on: the states, and the rows of an unfinished block."""
+        held.resumed = True
+        for group, slot in zip(self._states, source.slots, strict=True):
+            held.transfers.append(Transfer(group.name, slot, held.table.blocks[group.name][0]))
+        place = source.num_tokens // self.tokens_per_block
+        for group, block in zip(self._rows if source.tail else (), source.tail, strict=True):
+            held.transfers.append(Transfer(group.name, block, held.table.blocks[group.name][place]))
+
+    def _slots_for_snapshot(self, num_tokens: int) -> tuple[int, ...] | None:
+        """A slot per state group within what snapshots may take; a less valuable snapshot makes room."""
+        if not self._room_for_snapshot(num_tokens):
+            return None
+        if any(not blocks.free for blocks in self._of_states) and not self.index.evict_snapshot(self._new_worth(num_tokens)):
+            return None
+        return tuple(blocks.take_for_index() for blocks in self._of_states)
+
+    def _room_for_snapshot(self, num_tokens: int) -> bool:
+        most = min(group.num_kept for group in self._states)
+        if self.index.num_snapshots + self._num_pending < most:
+            return True
+        return most > 0 and self.index.evict_snapshot(self._new_worth(num_tokens))
+
+    def _new_worth(self, num_tokens: int) -> float:
+        return worth(num_tokens=num_tokens, num_hits=0, age=0)
+
+    def _list_snapshot(self, held: _Holding, tokens: Sequence[int], position: int, slots: tuple[int, ...]) -> bool:
+        key = held.chain.key(tokens, position)
+        if self.index.has_snapshot(key):
+            return False
+        place, rest = divmod(position, self.tokens_per_block)
+        tail = tuple(held.table.blocks[group.name][place] for group in self._rows) if rest else ()
+        for blocks, block in zip(self._of_rows if tail else (), tail, strict=True):
+            blocks.list(block)
+        snapshot = Snapshot(key, held.chain.at(place), position, slots, tail)
+        self.index.keep(snapshot)
+        held.kept.append(snapshot)
+        return True
+
+    def _keep_state(self, held: _Holding, tokens: Sequence[int]) -> None:
+        """The sequence is over: its own slots become the snapshot, nothing is copied."""
+        if self.index.has_snapshot(held.chain.key(tokens, held.num_committed)) or not self._room_for_snapshot(held.num_committed):
+            return
+        slots = tuple(held.table.blocks[group.name][0] for group in self._states)
+        for blocks, slot in zip(self._of_states, slots, strict=True):
+            blocks.list(slot)
+        self._list_snapshot(held, tokens, held.num_committed, slots)
+
+    def _private(self, held: _Holding) -> dict[str, list[int]]:
+        return {name: [block for block in ids if self._blocks[name].references[block] == 1] for name, ids in held.table.blocks.items()}
 
 
 def _drain(lists: dict[str, list[int]]) -> Mapping[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.cache.manager import Group, Transfer
+from firstlight.cache.blocks import Group, Transfer
 from firstlight.spec.model import CacheSpec, ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from firstlight.cache.budget import default_bytes, split
@@ -48,6 +49,8 @@ class Options:
     chunk_tokens: int = 512
     max_sequences: int = 64
     max_context: int | None = None
+    prefix_cache: bool = True
+    snapshot_tokens: int | str = "auto"
     poison_freed: bool = False
     allow_unread: bool = False
 
@@ -58,6 +61,8 @@ class Options:
                 raise ConfigError(f"`{name}` is {value!r}", "Use an integer above 0.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"`dtype` is {self.dtype!r}", f"Use one of {', '.join(DTYPES)}.")
+        if self.snapshot_tokens != "auto" and (not isinstance(self.snapshot_tokens, int) or self.snapshot_tokens < 1):
+            raise ConfigError(f"`snapshot_tokens` is {self.snapshot_tokens!r}", "Use 'auto' or an integer above 0.")
         if self.device != "cpu":
             raise ConfigError(f"`device` is {self.device!r}, this version computes on the CPU only", "Use device='cpu'.")
 
@@ -86,19 +91,29 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     defaults, tokenizer = GenerationDefaults.read(folder), load_tokenizer(folder)
     binder = Binder(_order(options.backends))
     decoder = Decoder(spec, Mesh(), binder)
-    loaded = load(Checkpoint.open(folder), spec, found.names, progress=progress)
+    checkpoint = Checkpoint.open(folder)
+    loaded = load(checkpoint, spec, found.names, progress=progress)
     decoder.fill(loaded.tensors, loaded.banks)
     log.info("%s", loaded.report.summary())
     groups = split(
         spec, cache_bytes=_cache_bytes(spec, options), tokens_per_block=options.tokens_per_block,
-        max_sequences=options.max_sequences, max_context=spec.max_context)
-    pool, cache = CachePool(spec, groups, device=options.device, poison=options.poison_freed), CacheManager(groups)
+        max_sequences=options.max_sequences, max_context=spec.max_context, prefix_cache=options.prefix_cache)
+    pool = CachePool(spec, groups, device=options.device, poison=options.poison_freed)
+    cache = CacheManager(
+        groups, identity=identity(spec, checkpoint.fingerprint()), prefix_cache=options.prefix_cache,
+        snapshot_tokens=options.snapshot_tokens if isinstance(options.snapshot_tokens, int) else 0)
     runner = TorchRunner(decoder, pool, Sampler(options.seed), device=options.device)
     limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
     scheduler = Scheduler(limits, cache, max_context=spec.max_context)
     stop_ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
     engine = SharedEngine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids)
     return Machine(folder, spec, tokenizer, defaults, engine, cache, pool, runner, binder, loaded.report)
+
+
+def identity(spec: ModelSpec, fingerprint: bytes) -> bytes:
+    """What must be equal for a cached block to be usable: weights, dtype and layout of the caches."""
+    layout = [(name, [repr(cache) for _, cache in members]) for name, members in spec.groups().items()]
+    return blake2b(fingerprint + repr((spec.name, spec.dtype, layout)).encode(), digest_size=16).digest()
 
 
 def locate(model: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from operator import index
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class LLM:
         options = Options(
             device=device, dtype=dtype, backends=None if backends is None else tuple(backends), seed=seed, cache_bytes=cache_bytes,
             tokens_per_block=tokens_per_block, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
-            max_context=max_context, poison_freed=poison_freed, allow_unread=allow_unread)
+            max_context=max_context,
+            prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, poison_freed=poison_freed, allow_unread=allow_unread)
         self.machine: Machine | None = boot(model, options, progress)
         self.spec, self.tokenizer, self.defaults = self.machine.spec, self.machine.tokenizer, self.machine.defaults
 
@@ -92,21 +93,34 @@ class LLM:
             raise
         return [job.output() for job in waiting]
 
-    def logits(self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False) -> Tensor:
+    @overload
+    def logits(
+        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: Literal[False] = False,
+        salt: str | None = None,
+    ) -> Tensor: ...
+    @overload
+    def logits(
+        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: Literal[True],
+        salt: str | None = None,
+    ) -> tuple[Tensor, int]: ...
+
+    def logits(
+        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False, salt: str | None = None,
+    ) -> Tensor | tuple[Tensor, int]:
         """Float32 logits [T, V] at every position, through the runner and caches that serve. `chunks` forces the split of the prefill.
 
+        `cached` starts from a prefix hit: the logits of the computed tail and the position of its first token come back; `chunks` then
+        splits the tail.
         Note: requests that were submitted by hand go on meanwhile, but nobody waits for them.
         """
         if images:
             raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
-        if cached:
-            raise RequestError("cached=True was given, this version keeps no prefix", "Leave cached out.")
         split = tuple(chunks or ())
-        if split and (sum(split) != len(tokens) or min(split) < 1):
+        if split and (min(split) < 1 or (sum(split) != len(tokens) and not cached)):
             fact = f"chunks {list(split)} sum to {sum(split)} for {len(tokens)} tokens"
             raise RequestError(fact, "Give positive sizes that sum to the number of tokens.")
         engine, events = self.engine, list[Event]()
-        seq_id = engine.submit(list(tokens), SamplingParams(max_tokens=1), collect=True, split=split)
+        seq_id = engine.submit(list(tokens), SamplingParams(max_tokens=1), salt=salt, collect=True, cold=not cached, split=split)
         engine.claim(seq_id, events)
         try:
             while not events or events[-1].finish is None:
@@ -117,7 +131,23 @@ class LLM:
         if events[-1].error is not None:
             fact = f"logits of {len(tokens)} tokens failed: {events[-1].error}"
             raise RequestError(fact, "Check the checkpoint with `firstlight align`.")
-        return torch.cat([event.logits for event in events if event.logits is not None])
+        rows: list[tuple[int, Tensor]] = []
+        for event in events:
+            if event.logits is not None:
+                # after a preemption the computation goes on further ahead: what was told from there on is told again
+                rows = [(begin, found) for begin, found in rows if begin < event.begin]
+                rows.append((event.begin, event.logits))
+        first = rows[0][0]
+        found_TV = torch.cat([found[: after - begin] for (begin, found), after in zip(rows, [*(b for b, _ in rows[1:]), len(tokens)], strict=True)])
+        return (found_TV, first) if cached else found_TV
+
+    def explain(self, prompt: Prompt, *, salt: str | None = None) -> dict[str, Any]:
+        """How much of a prompt is cached, per group, and why not more; changes nothing."""
+        return self._up.cache.explain(self.tokens_of(prompt), salt=(salt or "").encode())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; running requests go on."""
+        self._up.cache.reset()
 
     def stats(self) -> dict[str, Any]:
         """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators."""

@@ -39,9 +39,12 @@ class Engine:
 
     def submit(
         self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None, images: Rows[Any] = (),
-        collect: bool = False, split: tuple[int, ...] = (),
+        collect: bool = False, cold: bool = False, split: tuple[int, ...] = (),
     ) -> int:
-        """Queue a request and return its id. `collect` keeps the logits of all positions instead of sampling; `split` forces chunks.
+        """Queue a request and return its id.
+
+        `collect` keeps the logits of all computed positions instead of sampling; `cold` resumes from no prefix; `split` forces the
+        sizes of the chunks from the first computed position on.
 
         Raises: RequestError for what cannot be served as it is, CapacityError for what could never fit.
         """
@@ -50,7 +53,7 @@ class Engine:
         _check_options(priority, salt, images, split, len(ids))
         seq = Sequence(
             seq_id=next(self._ids), tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()],
-            arrived_s=self.clock(), salt=(salt or "").encode(), collect=collect, split=split, stop_ids=self.stop_ids)
+            arrived_s=self.clock(), salt=(salt or "").encode(), collect=collect, cold=cold, split=split, stop_ids=self.stop_ids)
         self.scheduler.add(seq)
         return seq.seq_id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from firstlight.cache.manager import Group
+from firstlight.cache.blocks import Group
 from firstlight.sched.sequence import Batch, Chunk, StepResult
 
 _WORD = (1 << 64) - 1
@@ -72,6 +72,8 @@ class SimRunner:
                 errors[chunk.seq.seq_id] = f"the memory before position {chunk.end} is spoiled"
             elif chunk.samples:
                 next_tokens[chunk.seq.seq_id] = _mix(_mix(told, self.seed), chunk.end) % self.num_vocab
+        if self.memory is not None:
+            self.memory.copy(batch, "after")
         return StepResult(next_tokens, seconds, errors)
 
     def close(self) -> None:
@@ -96,11 +98,25 @@ class SimMemory:
         self._states: dict[tuple[str, int], int | None] = {}
 
     def prepare(self, batch: Batch) -> None:
-        """Spoil what changed hands, so that reading it before writing is noticed."""
+        """Spoil what changed hands, so that reading it before writing is noticed; then do the copies."""
         for blocks in (batch.scrub, batch.fresh):
             for name, ids in blocks.items():
                 for block in ids:
                     self.fill(name, block, None)
+        self.copy(batch, "before")
+
+    def copy(self, batch: Batch, when: str) -> None:
+        """Do the copies of one moment of the step."""
+        for move in batch.transfers:
+            if move.when != when:
+                continue
+            group = self.groups[move.group]
+            if group.kind == "state":
+                self._states[move.group, move.target] = self._states.get((move.group, move.source))
+                continue
+            size = group.tokens_per_block
+            for place in range(size):
+                self._rows[move.group, move.target * size + place] = self._rows.get((move.group, move.source * size + place))
 
     def spoil(self, chunk: Chunk) -> None:
         """Ruin what a sequence remembers, as one non-finite value would."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from firstlight.cache.manager import BlockTable
+from firstlight.cache.blocks import BlockTable
 from firstlight.sched.sequence import Chunk, Sequence
 
 

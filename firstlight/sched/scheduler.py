@@ -7,7 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
 
-from firstlight.cache.manager import BlockTable, CacheManager, Prefix
+from firstlight.cache.blocks import BlockTable
+from firstlight.cache.manager import CacheManager, Prefix
 from firstlight.sched.budget import StepPlan
 from firstlight.sched.policy import Policy, by_priority
 from firstlight.sched.queue import WaitingQueue
@@ -113,7 +114,9 @@ class Scheduler:
         plan.lane = plan.budget
         self._plan_prefills(plan, list(self._running.values()))
         if plan.chunks:
-            batch = Batch(tuple(plan.chunks.values()), fresh=self.cache.take_fresh(), scrub=self.cache.take_scrub())
+            chunks = tuple(plan.chunks.values())
+            self._plan_snapshots(chunks)
+            batch = Batch(chunks, self.cache.take_transfers(), self.cache.take_fresh(), self.cache.take_scrub())
         else:
             batch = Batch(())
         self._batch, self._in_flight = batch, frozenset(plan.chunks)
@@ -182,7 +185,8 @@ class Scheduler:
         forced = self._forced_end(seq)
         room = min(plan.lane, plan.budget) if self._is_long(seq) else plan.budget
         if forced is None:
-            size = min(seq.num_pending, self.limits.chunk_tokens, room)
+            mark = self.cache.next_mark(seq.seq_id, seq.num_computed, seq.num_prompt)
+            size = min(seq.num_pending, self.limits.chunk_tokens, room, sys.maxsize if mark is None else mark - seq.num_computed)
         else:
             # A forced chunk is never cut: it waits for room, or goes first and beyond the budget.
             size = forced - seq.num_computed
@@ -192,6 +196,12 @@ class Scheduler:
             plan.lane -= size if self._is_long(seq) else 0
             plan.prefilling = True
             plan.put(seq, size, table)
+
+    def _plan_snapshots(self, chunks: tuple[Chunk, ...]) -> None:
+        """Keep the states of chunks that end where a snapshot is wanted."""
+        for chunk in chunks:
+            if chunk.end == self.cache.next_mark(chunk.seq.seq_id, chunk.begin, chunk.seq.num_prompt):
+                self.cache.snapshot(chunk.seq.seq_id, chunk.seq.tokens, chunk.end)
 
     def _is_long(self, seq: Sequence) -> bool:
         return seq.num_pending > LONG_CHUNKS * self.limits.chunk_tokens
@@ -209,7 +219,12 @@ class Scheduler:
             if seq is None or seq.seq_id in plan.preempted:
                 return
             prefix = self.cache.match(seq.tokens, salt=seq.salt)
+            prefix = prefix.cold() if seq.cold else prefix
             table = self._enter(seq, prefix, plan) or self._displace(seq, prefix, plan)
+            if table is None and prefix.num_tokens:
+                # what is cached may stand in the way of what must be computed
+                prefix = prefix.cold()
+                table = self._enter(seq, prefix, plan)
             if table is None:
                 return
             self._waiting.leave(seq)
@@ -217,6 +232,10 @@ class Scheduler:
             self._ranks[seq.seq_id] = self._policy(seq, self._now)
             seq.status = Status.RUNNING
             seq.num_computed = prefix.num_tokens
+            if seq.split and not seq.num_preemptions:
+                self._splits[seq.seq_id] = [prefix.num_tokens + end for end in accumulate(seq.split)]
+            self._totals["recomputed_tokens"] += max(0, seq.num_lost - prefix.num_tokens)
+            seq.num_lost = 0
             if not seq.num_preemptions:
                 seq.num_cached_tokens = prefix.num_tokens
             self._plan_prefill(plan, seq, table)
@@ -284,9 +303,9 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         del self._running[seq.seq_id], self._ranks[seq.seq_id]
-        self.cache.release(seq.seq_id)
+        self.cache.release(seq.seq_id, tokens=seq.tokens)
         self._totals["preemptions"] += 1
-        self._totals["recomputed_tokens"] += seq.num_computed
+        seq.num_lost = seq.num_computed
         seq.num_preemptions += 1
         seq.num_computed = 0
         self._waiting.join(seq, self._now)
@@ -298,7 +317,8 @@ class Scheduler:
         if error is None and token is None and chunk.samples:
             error = f"the runner returned no token for request {seq.seq_id} at position {chunk.end}"
         if seq.seq_id in self._cancelled:
-            self._end(seq, "abort", scrub=error is not None)
+            # its states have moved on beyond what was committed
+            self._end(seq, "abort", scrub=error is not None, keep=False)
             return
         if error is not None:
             self._end(seq, "error", error=error, scrub=True)
@@ -327,9 +347,10 @@ class Scheduler:
         return "length" if full else None
 
     def _end(
-        self, seq: Sequence, finish: str, *, token: int | None = None, error: str | None = None, scrub: bool = False, logprobs: object = None
+        self, seq: Sequence, finish: str, *, token: int | None = None, error: str | None = None, scrub: bool = False, keep: bool = True,
+        logprobs: object = None,
     ) -> None:
-        self.cache.release(seq.seq_id, scrub=scrub)
+        self.cache.release(seq.seq_id, scrub=scrub, tokens=seq.tokens if keep else None)
         self._waiting.leave(seq)
         self._running.pop(seq.seq_id, None)
         self._ranks.pop(seq.seq_id, None)

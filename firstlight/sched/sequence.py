@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-from firstlight.cache.manager import BlockTable, Transfer
+from firstlight.cache.blocks import BlockTable, Transfer
 from firstlight.spec.sampling import SamplingParams
 
 
@@ -44,10 +44,12 @@ class Sequence:
     num_computed: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_lost: int = 0
     status: Status = Status.WAITING
     finish: str | None = None
     error: str | None = None
     collect: bool = False
+    cold: bool = False
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     queued_s: float = 0.0

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from threading import Event, Thread
 from typing import Any
@@ -24,6 +25,8 @@ SINGLE = "model.safetensors"
 READAHEAD_BYTES = 64 * 1024 * 1024
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Places and bytes of each file that tell one checkpoint from another of the same shape."""
 
 
 class Checkpoint:
@@ -62,6 +65,20 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of all tensors on disk."""
         return sum(entry.num_bytes for entry in self.entries.values())
+
+    def fingerprint(self) -> bytes:
+        """A digest of names, shapes, dtypes, places and of a sample of every file's bytes: equal for equal checkpoints, wherever they lie."""
+        digest = blake2b(digest_size=16)
+        for name in sorted(self.entries):
+            entry = self.entries[name]
+            digest.update(repr((name, entry.shape, entry.dtype, entry.offset)).encode())
+        for file in sorted(self.files):
+            with file.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                for place in range(SAMPLES):
+                    stream.seek(max(0, size - SAMPLE_BYTES) * place // max(1, SAMPLES - 1))
+                    digest.update(stream.read(SAMPLE_BYTES))
+        return digest.digest()
 
     def tensor(self, name: str) -> Any:
         """A torch.Tensor over the mapped bytes; it keeps its mapping alive by itself, and writing to it never reaches the disk."""

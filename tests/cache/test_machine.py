@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from firstlight.cache.manager import BlockTable, CacheManager, Group
+from firstlight.cache.blocks import BlockTable, Group
+from firstlight.cache.manager import CacheManager
 from firstlight.spec.errors import CapacityError
 
 GROUPS = (Group("mla", "rows", 24, 4), Group("window", "rows", 17, 7), Group("kda", "state", 5))

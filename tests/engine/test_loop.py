@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from firstlight.cache.manager import CacheManager, Group
+from firstlight.cache.blocks import Group
+from firstlight.cache.manager import CacheManager
 from firstlight.engine.faulty import Fault, FaultyRunner
 from firstlight.engine.loop import Engine
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock

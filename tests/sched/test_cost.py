@@ -7,7 +7,8 @@ import time
 from types import FrameType
 from typing import Any
 
-from firstlight.cache.manager import CacheManager, Group
+from firstlight.cache.blocks import Group
+from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimRunner, VirtualClock
 from firstlight.sched.scheduler import Limits, Scheduler
 from firstlight.sched.sequence import Sequence, Status

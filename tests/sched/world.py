@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from functools import cache
 
-from firstlight.cache.manager import CacheManager, Group
+from firstlight.cache.blocks import Group
+from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
 from firstlight.sched.policy import PATIENCE_S, Policy, by_priority
 from firstlight.sched.scheduler import LOOKAHEAD_TOKENS, MAX_PREEMPTIONS, Limits, Scheduler
