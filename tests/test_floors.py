@@ -15,8 +15,8 @@ import pytest
 from tests.tree import PACKAGE, PROJECT, ROOT, SOURCES, relative, tree_of
 
 THINKING = (
-    "spec", "parts", "models", "sched", "text", "plan", "ops.registry", "ops.declared", "cache.manager", "cache.prefix", "cache.evict",
-    "engine.loop", "adapt.inspect",
+    "spec", "parts", "models", "sched", "text", "plan", "ops.registry", "ops.declared",
+    "cache.blocks", "cache.manager", "cache.prefix", "cache.evict", "engine.loop", "adapt.inspect",
 )
 """Rooms and files that import neither torch nor numpy, planned ones included."""
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ class AsyncEngine:
 
     async def generate(
         self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """The events of one request up to its end. Leaving earlier by break, aclose, cancellation or an exception cancels the request.
 
         Raises: RequestError or CapacityError for a request that cannot be served, PeerError when the engine is closing or broken.

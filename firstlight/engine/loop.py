@@ -53,7 +53,8 @@ class Engine:
         _check_options(priority, salt, images, split, len(ids))
         seq = Sequence(
             seq_id=next(self._ids), tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()],
-            arrived_s=self.clock(), salt=(salt or "").encode(), collect=collect, cold=cold, split=split, stop_ids=self.stop_ids)
+            arrived_s=self.clock(), salt=(salt or "").encode(errors="surrogatepass"), collect=collect, cold=cold, split=split,
+            stop_ids=self.stop_ids)
         self.scheduler.add(seq)
         return seq.seq_id
 
@@ -96,6 +97,8 @@ class Engine:
         self.runner.close()
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"`params` is a {type(params).__name__}", "Use SamplingParams.")
         for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids)):
             beyond = _beyond(ids, self.num_vocab)
             if beyond is not None:
@@ -109,9 +112,12 @@ def _checked_ids(tokens: Rows[int], num_vocab: int) -> list[int]:
     if isinstance(tokens, (str, bytes)):
         raise RequestError(f"the prompt is a {type(tokens).__name__}, not token ids", "Encode it with the model's tokenizer.")
     try:
-        ids = [index(token) for token in tokens]
+        given = list(tokens)
+        ids = [index(token) for token in given]
     except TypeError:
         raise RequestError("the prompt is no list of whole numbers", "Give token ids.") from None
+    if bool in set(map(type, given)):
+        raise RequestError("the prompt holds true or false, not whole numbers only", "Give token ids.")
     if not ids:
         raise RequestError("the prompt has no tokens", "Give at least one token.")
     beyond = _beyond(ids, num_vocab)
@@ -120,8 +126,10 @@ def _checked_ids(tokens: Rows[int], num_vocab: int) -> list[int]:
     return ids
 
 
-def _beyond(ids: Iterable[int], num_vocab: int) -> int | None:
-    return next((token for token in ids if not 0 <= token < num_vocab), None)
+def _beyond(ids: Iterable[int], num_vocab: int) -> str | None:
+    """The first id that is no token; Python refuses to spell out numbers of thousands of digits."""
+    token = next((token for token in ids if not 0 <= token < num_vocab), None)
+    return None if token is None else str(token) if token.bit_length() <= 64 else f"of {token.bit_length()} bits"
 
 
 def _check_options(priority: str, salt: str | None, images: Rows[Any], split: tuple[int, ...], num_tokens: int) -> None:
@@ -131,6 +139,8 @@ def _check_options(priority: str, salt: str | None, images: Rows[Any], split: tu
         raise RequestError(f"`salt` is {salt!r}", "Use a string, or None.")
     if images:
         raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
-    if split and (min(split) < 1 or sum(split) > num_tokens):
+    if any(type(size) is not int or size < 1 for size in split):
+        raise RequestError(f"chunks {list(split)} are no sizes", "Give whole numbers from 1.")
+    if sum(split) > num_tokens:
         fact = f"chunks {list(split)} sum to {sum(split)} for a prompt of {num_tokens} tokens"
-        raise RequestError(fact, "Give positive sizes that sum to no more than the prompt.")
+        raise RequestError(fact, "Give sizes that sum to no more than the prompt.")

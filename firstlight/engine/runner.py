@@ -54,7 +54,8 @@ class TorchRunner:
                 sampled.append((rows, chunk.seq))
             rows += count
         index = [row for row, _ in sampled]
-        tokens, logprobs = self.sampler.draw(logits_RV[index], [seq for _, seq in sampled]) if sampled else ([], [])
+        rows_RV = logits_RV if len(index) == len(logits_RV) else logits_RV[index]
+        tokens, logprobs = self.sampler.draw(rows_RV, [seq for _, seq in sampled]) if sampled else ([], [])
         ids = [seq.seq_id for _, seq in sampled]
         return StepResult(
             dict(zip(ids, tokens, strict=True)), time.perf_counter() - begun_s, errors,

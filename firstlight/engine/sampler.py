@@ -18,8 +18,9 @@ from firstlight.spec.sampling import SamplingParams
 # Below any logit and any bias, yet finite: if everything is banned, all tokens are equal instead of none being a number.
 BANNED = torch.finfo(torch.float32).min
 
-# Most filters keep fewer tokens than this, and finding that many costs a twentieth of sorting a vocabulary.
+# Most filters keep fewer tokens than this, and finding that many costs a twentieth of sorting a vocabulary; if not, more are looked at.
 NUM_CANDIDATES = 1024
+CANDIDATE_GROWTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +123,17 @@ def _cut(probs_V: Tensor, params: SamplingParams) -> tuple[int, float]:
     top_k = min(params.top_k or num_vocab, num_vocab)
     if top_k == num_vocab and params.top_p >= 1 and params.min_p == 0:
         return num_vocab, 0.0
-    for size in (top_k,) if top_k < num_vocab else (min(NUM_CANDIDATES, num_vocab), num_vocab):
+    size = top_k if top_k < num_vocab else min(NUM_CANDIDATES, num_vocab)
+    while True:
         best_C = torch.topk(probs_V, size).values
         total = float(best_C.sum()) if top_k < num_vocab else 1.0
         kept_C = best_C >= params.min_p * best_C[0]
         if params.top_p < 1:
             kept_C &= best_C.cumsum(0) - best_C < params.top_p * total
         num_kept = max(1, int(kept_C.sum()))
-        if num_kept < size:
-            break
-    return num_kept, float(best_C[num_kept - 1])
+        if num_kept < size or size == top_k:
+            return num_kept, float(best_C[num_kept - 1])
+        size = min(size * CANDIDATE_GROWTH, num_vocab)
 
 
 def _changes_logits(seq: Sequence) -> bool:

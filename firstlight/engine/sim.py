@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate
 
 from firstlight.cache.blocks import Group
 from firstlight.sched.sequence import Batch, Chunk, StepResult
 
 _WORD = (1 << 64) - 1
+_SPOILED = -1
 
 
 class VirtualClock:
@@ -49,7 +52,8 @@ class StepCost:
 class SimRunner:
     """Moves the clock by the cost of each batch and draws tokens that depend on what a sequence holds, never on its neighbours.
 
-    With a memory, tokens come out of the blocks of the table, so a wrong block shows; without, they cost the same at any length.
+    With a memory, tokens come out of the blocks of the table and a wrong block is an AssertionError; without, they follow from the last
+    token and the length alone and cost the same at any context.
     """
 
     def __init__(
@@ -86,84 +90,128 @@ class SimRunner:
 
 
 class SimMemory:
-    """Blocks as a pool would hold them, each slot with the token written there and each state with the fold of its tokens.
+    """Blocks as a pool would hold them: each row and each state with the fold of all tokens up to it, each block with its owner.
 
-    Reads what a model would read and nothing else: rows and states that were never written, or written by a stranger, are noticed.
+    What a sequence would read and did not write is our own mistake and an AssertionError. Spoiled memory fails the sequences that touch it.
     Note: work grows with the context; it is a witness for tests, not for long simulations.
     """
 
     def __init__(self, groups: Iterable[Group]) -> None:
         self.groups = {group.name: group for group in groups}
-        self._rows: dict[tuple[str, int], int | None] = {}
-        self._states: dict[tuple[str, int], int | None] = {}
+        self._rows: dict[tuple[str, int], int] = {}
+        self._states: dict[tuple[str, int], int] = {}
+        self._owners: dict[tuple[str, int], int | None] = {}  # None: announced, and nobody has come yet
 
     def prepare(self, batch: Batch) -> None:
-        """Spoil what changed hands, so that reading it before writing is noticed; then do the copies."""
-        for blocks in (batch.scrub, batch.fresh):
+        """Take in what was announced, then do the copies before the compute.
+
+        Like a pool, `fresh` clears states only: spoiled rows stay until they are scrubbed or written.
+        """
+        for scrubbed, blocks in ((True, batch.scrub), (False, batch.fresh)):
             for name, ids in blocks.items():
                 for block in ids:
-                    self.fill(name, block, None)
+                    self._owners[name, block] = None
+                    self._forget(name, block, scrubbed)
         self.copy(batch, "before")
 
     def copy(self, batch: Batch, when: str) -> None:
         """Do the copies of one moment of the step."""
         for move in batch.transfers:
-            if move.when != when:
-                continue
-            group = self.groups[move.group]
-            if group.kind == "state":
-                self._states[move.group, move.target] = self._states.get((move.group, move.source))
-                continue
-            size = group.tokens_per_block
-            for place in range(size):
-                self._rows[move.group, move.target * size + place] = self._rows.get((move.group, move.source * size + place))
+            if move.when == when:
+                group = self.groups[move.group]
+                _copy(self._states, (move.group, move.source), (move.group, move.target))
+                sources, targets = (_slots(group, [block], group.tokens_per_block) for block in (move.source, move.target))
+                for source, target in zip(sources, targets, strict=True):
+                    _copy(self._rows, (move.group, source), (move.group, target))
 
     def spoil(self, chunk: Chunk) -> None:
-        """Ruin what a sequence remembers, as one non-finite value would."""
-        for name, ids in chunk.table.blocks.items():
-            for block in ids:
-                self.fill(name, block, None)
+        """Ruin what a sequence remembers before a chunk, as one non-finite value would."""
+        if not chunk.continues:
+            return
+        for name, group in self.groups.items():
+            ids = chunk.table.blocks[name]
+            if group.kind == "state":
+                self._states[name, ids[0]] = _SPOILED
+            for slot in _slots(group, ids, chunk.begin):
+                self._rows[name, slot] = _SPOILED
 
-    def fill(self, name: str, block: int, value: int | None) -> None:
-        """Overwrite a block from outside; None spoils it."""
+    def fill(self, name: str, block: int, value: int) -> None:
+        """Overwrite a block from outside."""
         group = self.groups[name]
         if group.kind == "state":
             self._states[name, block] = value
-            return
-        for slot in range(block * group.tokens_per_block, (block + 1) * group.tokens_per_block):
+        for slot in _slots(group, [block], group.tokens_per_block):
             self._rows[name, slot] = value
 
     def compute(self, chunk: Chunk) -> int | None:
-        """Write the rows and states of a chunk, then fold all that it attends to; None: something there is not its own."""
-        fold = 0
+        """Write the rows and states of a chunk and read all that it attends to; None: something there is spoiled."""
+        self._claim(chunk)
+        folds = list(accumulate(chunk.seq.tokens[: chunk.end], _mix, initial=0))
+        told = 0
         for name, group in self.groups.items():
-            ids = chunk.table.blocks[name]
-            read = self._state(name, ids[0], chunk) if group.kind == "state" else self._attend(name, group, chunk)
+            read = self._state(name, chunk, folds) if group.kind == "state" else self._attend(name, group, chunk, folds)
             if read is None:
                 return None
-            fold = _mix(fold, read)
-        return fold
+            told = _mix(told, read)
+        return told
 
-    def _state(self, name: str, block: int, chunk: Chunk) -> int | None:
-        fold = self._states.get((name, block)) if chunk.continues else 0
-        if fold is not None:
-            for token in chunk.seq.tokens[chunk.begin : chunk.end]:
-                fold = _mix(fold, token)
-        self._states[name, block] = fold
-        return fold
+    def _claim(self, chunk: Chunk) -> None:
+        """A chunk writes into its state and into the blocks of its own tokens: nobody else may have written there since they were announced."""
+        seq_id = chunk.seq.seq_id
+        assert chunk.table.seq_id == seq_id, f"sequence {seq_id} was given the table of {chunk.table.seq_id}"
+        for name, group in self.groups.items():
+            ids = chunk.table.blocks[name]
+            assert len(ids) >= group.blocks_for(chunk.end), f"{name}: {len(ids)} blocks are too few for {chunk.end} tokens"
+            size = group.tokens_per_block
+            written = ids[chunk.begin // size : -(-chunk.end // size)] if group.kind == "rows" else ids
+            for block in written:
+                assert 0 <= block < group.num_blocks, f"{name}: there is no block {block}"
+                assert (name, block) in self._owners, f"{name}: block {block} was never announced as fresh"
+                owner = self._owners[name, block]
+                assert owner is None or owner == seq_id, f"{name}: block {block} of {seq_id} still belongs to {owner}"
+                self._owners[name, block] = seq_id
 
-    def _attend(self, name: str, group: Group, chunk: Chunk) -> int | None:
-        ids, size = chunk.table.blocks[name], group.tokens_per_block
-        slots = [(name, ids[position // size] * size + position % size) for position in range(chunk.end)]
+    def _state(self, name: str, chunk: Chunk, folds: list[int]) -> int | None:
+        block = chunk.table.blocks[name][0]
+        held = self._states.get((name, block)) if chunk.continues else folds[0]
+        if held == _SPOILED:
+            return None
+        assert held == folds[chunk.begin], f"{name}: state {block} is not that of sequence {chunk.seq.seq_id} at {chunk.begin}"
+        self._states[name, block] = folds[chunk.end]
+        return self._states[name, block]
+
+    def _attend(self, name: str, group: Group, chunk: Chunk, folds: list[int]) -> int | None:
+        ids = chunk.table.blocks[name]
+        slots = _slots(group, ids, group.blocks_for(chunk.end) * group.tokens_per_block)
         for position in range(chunk.begin, chunk.end):
-            self._rows[slots[position]] = chunk.seq.tokens[position]
-        fold = 1
-        for slot in slots:
-            row = self._rows.get(slot)
-            if row is None:
-                return None
-            fold = _mix(fold, row)
-        return fold
+            self._rows[name, slots[position]] = folds[position + 1]
+        # Whole blocks are read: what lies behind the end is masked, but a masked value that is not finite still spoils a sum.
+        held = [self._rows.get((name, slot)) for slot in slots]
+        if _SPOILED in held:
+            return None
+        del held[chunk.end :]
+        foreign = next((position for position, row in enumerate(held) if row != folds[position + 1]), None)
+        assert foreign is None, f"{name}: row {foreign} of sequence {chunk.seq.seq_id} is not its own"
+        return held[-1]
+
+    def _forget(self, name: str, block: int, scrubbed: bool) -> None:
+        self._states.pop((name, block), None)
+        for slot in _slots(self.groups[name], [block], self.groups[name].tokens_per_block):
+            if scrubbed or self._rows.get((name, slot)) != _SPOILED:
+                self._rows.pop((name, slot), None)
+
+
+def _copy(memory: dict[tuple[str, int], int], source: tuple[str, int], target: tuple[str, int]) -> None:
+    if source in memory:
+        memory[target] = memory[source]
+    else:
+        memory.pop(target, None)
+
+
+def _slots(group: Group, ids: Rows[int], num_tokens: int) -> list[int]:
+    """Slots of the first tokens of a table; a state group has none."""
+    size = group.tokens_per_block
+    return [ids[position // size] * size + position % size for position in range(num_tokens)] if group.kind == "rows" else []
 
 
 def _mix(left: int, right: int) -> int:

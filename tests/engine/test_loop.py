@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,10 +24,10 @@ NUM_VOCAB = 1000
 class Rig:
     """An engine, its parts, and what it told."""
 
-    def __init__(self, *script: Fault, spoil: bool = True, sequences: int = 4) -> None:
+    def __init__(self, *script: Fault, spoil: bool = True, sequences: int = 4, groups: Sequence[Group] = GROUPS) -> None:
         self.clock = VirtualClock()
-        self.cache = CacheManager(GROUPS)
-        self.memory = SimMemory(GROUPS)
+        self.cache = CacheManager(groups)
+        self.memory = SimMemory(groups)
         self.sim = SimRunner(self.clock, num_vocab=NUM_VOCAB, memory=self.memory)
         self.runner = FaultyRunner(self.sim, script, spoil=self.memory.spoil if spoil else None, sleep=self.clock.advance)
         limits = Limits(tokens_per_step=16, sequences_per_step=sequences, chunk_tokens=8)
@@ -194,6 +195,27 @@ def test_a_batch_that_breaks_again_still_scrubs_what_the_first_one_left() -> Non
     assert alone(2) == rig.tokens[2]
 
 
+def test_a_broken_batch_leaves_no_block_unprepared() -> None:
+    """A sequence that had entered without a chunk lives on; its blocks were to be prepared in the step that broke."""
+    rig = Rig(Fault(kind="break", step=1), groups=(Group("mla", "rows", 80, 4), Group("kda", "state", 4)))
+    ids = [rig.submit(seed, 56, 3) for seed in range(4)]
+    asked: list[Batch] = []
+    inner = rig.runner.run
+
+    def watch(batch: Batch) -> StepResult:
+        asked.append(batch)
+        return inner(batch)
+
+    rig.engine.runner.run = watch  # type: ignore[method-assign]
+    rig.drain()
+    assert ids[2] not in [chunk.seq.seq_id for chunk in asked[1].chunks]
+    unprepared = {name: set(blocks) for name, blocks in asked[1].fresh.items()}
+    assert {"mla", "kda"} == set(unprepared), "the third one has entered"
+    assert all(blocks <= set(asked[2].scrub[name]) for name, blocks in unprepared.items())
+    assert ["error", "error", "length", "length"] == [rig.ends[seq_id].finish for seq_id in ids]
+    assert alone(2, 56, 3) == rig.tokens[ids[2]]
+
+
 def test_our_own_mistake_passes_through_and_loses_nobody() -> None:
     rig = Rig(Fault(kind="break", step=2, error=ZeroDivisionError("by hand")), sequences=2)
     ids = [rig.submit(seed) for seed in range(3)]
@@ -274,10 +296,10 @@ def test_simulated_seconds_follow_the_cost() -> None:
 
 
 def test_the_simulated_memory_notices_a_stranger() -> None:
-    """The witness can speak: another block, a stale state or a lost row changes the token or fails the sequence."""
+    """The witness can speak: a block of somebody else, a stale state or a foreign row stops the step."""
     for harm in ("row", "state", "swap"):
         rig = Rig()
-        first = rig.submit(0, 10, 8)
+        rig.submit(0, 10, 8)
         rig.submit(1, 10, 8)
         for _ in range(4):
             rig.step()
@@ -288,9 +310,9 @@ def test_the_simulated_memory_notices_a_stranger() -> None:
             tables[0].blocks["mla"][0], tables[1].blocks["mla"][0] = tables[1].blocks["mla"][0], tables[0].blocks["mla"][0]
         else:
             rig.memory.fill("mla" if harm == "row" else "kda", tables[0].blocks["mla" if harm == "row" else "kda"][0], 3)
-        while not rig.engine.idle():
-            rig.take(rig.engine.step())
-        assert alone(0, 10, 8) != rig.tokens[first], harm
+        said = {"row": "row 0 of sequence 0 is not its own", "state": "is not that of sequence 0", "swap": "row 0 of sequence 0 is not its own"}[harm]
+        with pytest.raises(AssertionError, match=said):
+            rig.engine.step()
 
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0)
@@ -302,6 +324,9 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0)
     ([1000], GREEDY, {}, "token id 1000 is outside of the vocabulary of 1000"),
     ([1, 2.5], GREEDY, {}, "the prompt is no list of whole numbers"),
     ([1, None], GREEDY, {}, "the prompt is no list of whole numbers"),
+    ([1, True], GREEDY, {}, "the prompt holds true or false"),
+    ([10**5000], GREEDY, {}, "token id of 16610 bits is outside of the vocabulary of 1000"),
+    ([1], {"max_tokens": 4}, {}, "`params` is a dict. Use SamplingParams"),
     (7, GREEDY, {}, "the prompt is no list of whole numbers"),
     ("abc", GREEDY, {}, "the prompt is a str, not token ids"),
     ([1], GREEDY, {"priority": "urgent"}, "`priority` is 'urgent'. Use one of interactive, standard, background"),
@@ -310,6 +335,8 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0)
     ([1], GREEDY, {"images": [b""]}, "1 images were given"),
     ([1, 2], GREEDY, {"collect": True, "split": (1, 2)}, "sum to 3 for a prompt of 2 tokens"),
     ([1, 2], GREEDY, {"collect": True, "split": (2, 0)}, "chunks [2, 0]"),
+    ([1, 2], GREEDY, {"collect": True, "split": (1.5, 0.5)}, "chunks [1.5, 0.5] are no sizes"),
+    ([1, 2], GREEDY, {"collect": True, "split": ("1",)}, "chunks ['1'] are no sizes"),
     ([1], SamplingParams(logit_bias={1000: 1.0}), {}, "`logit_bias` names token 1000, outside of the vocabulary of 1000"),
     ([1], SamplingParams(stop_token_ids=(5, 4000)), {}, "`stop_token_ids` names token 4000"),
     ([1], SamplingParams(max_tokens=3, min_tokens=4), {}, "`min_tokens` is 4, `max_tokens` only 3"),
@@ -325,6 +352,35 @@ def test_bad_requests_are_refused_and_cost_nobody_anything(tokens: Any, params: 
     assert before == (rig.engine.counts(), rig.cache.counts())
     rig.drain()
     assert alone(1) == rig.tokens[good]
+
+
+def test_a_broken_step_leaves_nobody_with_blocks_that_were_never_prepared() -> None:
+    """A forced chunk too large for the rest of the step waits with its blocks; the step that was to prepare them breaks."""
+    rig = Rig(Fault(kind="break", step=0))
+    broken, forced = rig.submit(0, 8), rig.submit(2, 12, split=(12,))
+    batch = rig.engine.scheduler.schedule(rig.clock())
+    assert [broken] == [chunk.seq.seq_id for chunk in batch.chunks]
+    held = {name: set(ids) - {block for chunk in batch.chunks for block in chunk.table.blocks[name]}
+            for name, ids in batch.fresh.items()}
+    assert (3, 1) == (len(held["mla"]), len(held["kda"])), "the second has its blocks and no chunk"
+    with pytest.raises(FirstlightError) as lost:
+        rig.runner.run(batch)
+    rig.take(rig.engine.scheduler.fail(batch, str(lost.value), rig.clock()))
+    after = rig.engine.scheduler.schedule(rig.clock())
+    assert all(ids <= {*after.scrub.get(name, ()), *after.fresh.get(name, ())} for name, ids in held.items())
+    rig.take(rig.engine.scheduler.update(after, rig.runner.run(after), rig.clock()))
+    rig.drain()
+    assert ["error", "length"] == [rig.ends[seq_id].finish for seq_id in (broken, forced)]
+    assert alone(2, 12) == rig.tokens[forced]
+
+
+def test_any_string_is_a_salt() -> None:
+    """A lone surrogate is legal in JSON and has no UTF-8 form."""
+    rig = Rig()
+    for salt in ("\ud800", "", "a\0b"):
+        rig.submit(1, salt=salt)
+    rig.drain()
+    assert {"length"} == {end.finish for end in rig.ends.values()}
 
 
 def test_what_can_never_fit_is_refused_with_numbers_and_remedy() -> None:

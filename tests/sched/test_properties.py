@@ -238,17 +238,19 @@ def test_priority_takes_blocks_too_but_not_in_vain() -> None:
 
 
 def test_who_gave_way_does_not_come_back_in_the_same_step() -> None:
-    """The small one alone was not enough; it would fit again beside the newcomer, and wait for the next step all the same."""
-    world = World(groups(24, 8), SMALL)
-    large = world.add(0, 60, 4, priority=Priority.BACKGROUND)
-    small = world.add(1, 8, 4, priority=Priority.BACKGROUND)
-    while large.num_computed < 60:
+    """Many need a block at once: the last gives way, then one that had risen by waiting; the last would now fit again, ahead of it."""
+    world = World(groups(225, 30), Limits(tokens_per_step=512, sequences_per_step=30, chunk_tokens=512), memory=False)
+    risen = world.add(0, 100, 60, priority=Priority.BACKGROUND)
+    world.clock.advance(2 * PATIENCE_S + 1)
+    for number in range(20):
+        world.add(1 + number, 3, 38, priority=Priority.INTERACTIVE, arrived_s=-1.0)
+    last = world.add(30, 3, 40)
+    while 0 == risen.num_preemptions:
         world.step()
-        small.sampling = SamplingParams(max_tokens=small.num_generated + 4, temperature=0)
-    high = world.add(2, 40, 4, priority=Priority.INTERACTIVE)
+    assert [Status.WAITING] * 2 == [risen.status, last.status]
     world.step()
-    assert [Status.WAITING, Status.WAITING, Status.RUNNING] == [seq.status for seq in (large, small, high)]
-    world.drain(100)
+    assert Status.RUNNING is last.status
+    world.drain(200)
 
 
 def test_the_first_among_equals_keeps_its_blocks() -> None:
@@ -295,6 +297,23 @@ def test_a_flood_of_interactive_work_preempts_a_sequence_boundedly_and_cannot_st
     assert alone(0, 30, 40) == tuple(low.tokens[30:])
 
 
+def test_the_order_holds_while_waiting_raises_priorities() -> None:
+    """An overloaded machine whose clock runs long enough for everybody to rise; World compares each admission with the policy."""
+    preempted = risen = 0
+    for number in range(20):
+        draw = random.Random(number)
+        world = World(groups(24, 4), SMALL, memory=False)
+        for _ in range(150):
+            if draw.random() < 0.25:
+                world.add(draw.randrange(99), draw.randint(1, 20), draw.randint(30, 60), priority=draw.choice(list(Priority)))
+            world.clock.advance(draw.uniform(0, PATIENCE_S / 10))
+            risen += any(seq.status is Status.WAITING and world.clock() - seq.queued_s > PATIENCE_S for seq in world.sequences.values())
+            world.step()
+        world.drain(sum(solo_steps(seq.num_prompt, 60, 8) for seq in world.sequences.values()) * (1 + MAX_PREEMPTIONS))
+        preempted += world.scheduler.counts()["preemptions"]
+    assert preempted > 50 and risen > 500, (preempted, risen)
+
+
 def test_by_arrival_ignores_priority() -> None:
     world = World(groups(60, 8), Limits(sequences_per_step=1), policy=by_arrival)
     low = world.add(0, 6, 4, priority=Priority.BACKGROUND, arrived_s=0.0)
@@ -339,6 +358,18 @@ def test_long_prompts_alone_get_whole_steps() -> None:
     while not world.scheduler.idle():
         world.step(lambda batch: tokens.append(batch.num_tokens))
     assert 64 == min(tokens[1:-4])
+
+
+def test_long_prompts_enter_as_they_get_their_turn() -> None:
+    """One may stand ready, so that a short one behind it is not held up; more would only hold blocks."""
+    world = World(groups(4000, 8), Limits(tokens_per_step=64, sequences_per_step=8, chunk_tokens=16), memory=False)
+    for number in range(8):
+        world.add(number, 16 * LONG_CHUNKS * 8, 1)
+    running = []
+    for _ in range(4):
+        world.step()
+        running.append(world.scheduler.counts()["running"])
+    assert [3, 4, 5, 6] == running
 
 
 def test_long_prompts_get_whole_steps_beside_one_that_cannot_enter() -> None:

@@ -51,6 +51,18 @@ def test_waiting_lets_a_low_priority_pass_newcomers_but_not_elders() -> None:
     assert low is queue.head(11.0 + 2 * PATIENCE_S)
 
 
+def test_who_came_back_does_not_hide_one_that_waited_longer() -> None:
+    """An elder that ran and was preempted waits anew; behind it stands one of its own priority that has risen meanwhile."""
+    queue = WaitingQueue(by_priority)
+    elder, patient, newcomer = sequence(0, Priority.BACKGROUND, 0.0), sequence(1, Priority.BACKGROUND, 1.0), sequence(2, Priority.STANDARD, 101.0)
+    queue.join(patient, 1.0)
+    elder.num_preemptions = 1
+    queue.join(elder, 100.0)
+    queue.join(newcomer, 101.0)
+    assert 3 == len(queue)
+    assert [1, 2, 0] == leaving_order(queue, 102.0)
+
+
 def test_coming_back_stands_before_those_that_arrived_later() -> None:
     queue = WaitingQueue(by_priority)
     first, second = sequence(0, Priority.STANDARD, 1.0), sequence(1, Priority.STANDARD, 2.0)

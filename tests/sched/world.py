@@ -9,7 +9,7 @@ from functools import cache
 from firstlight.cache.blocks import Group
 from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
-from firstlight.sched.policy import PATIENCE_S, Policy, by_priority
+from firstlight.sched.policy import Policy, by_priority
 from firstlight.sched.scheduler import LOOKAHEAD_TOKENS, MAX_PREEMPTIONS, Limits, Scheduler
 from firstlight.sched.sequence import Batch, Event, Priority, Sequence, Status
 from firstlight.spec.sampling import SamplingParams
@@ -79,12 +79,9 @@ class World:
         times = {seq.seq_id: seq.num_preemptions for seq in running}
         now = self.clock()
         keys = {seq.seq_id: (self.policy(seq, now), seq.seq_id) for seq in waiting}
-        # Who has waited long enough to rise may stand behind one of its own priority that has not.
-        risen = any(now - seq.queued_s >= PATIENCE_S for seq in waiting)
         batch = self.scheduler.schedule(now)
         self.num_steps += 1
-        if not risen:
-            self._check_order(waiting, keys)
+        self._check_order(waiting, keys)
         self._check_batch(batch, running)
         self._check_room(waiting, running, times)
         self.cache.check()
