@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUITE = ("tests/sched", "tests/cache", "tests/engine/test_loop.py", "tests/engine/test_equal.py", "tests/engine/test_nonfinite.py")
+SUITE = ("tests/sched", "tests/cache", "tests/engine/test_loop.py", "tests/engine/test_equal.py", "tests/engine/test_nonfinite.py", "tests/engine/test_prefix.py")
 SECONDS = 400
 
 
@@ -28,10 +28,10 @@ class Mutant:
 
 MUTANTS = (
     Mutant("release forgotten in preempt", "sched/scheduler.py",
-           "        del self._running[seq.seq_id]\n        self.cache.release(seq.seq_id)\n", "        del self._running[seq.seq_id]\n"),
+           "        self.cache.release(seq.seq_id, tokens=seq.tokens)\n        self._totals", "        self._totals"),
     Mutant("release forgotten in cancel", "sched/scheduler.py",
-           "        self.cache.release(seq.seq_id, scrub=scrub)\n",
-           "        if finish != \"abort\":\n            self.cache.release(seq.seq_id, scrub=scrub)\n"),
+           "        self.cache.release(seq.seq_id, scrub=scrub, tokens=seq.tokens if keep else None)\n",
+           "        if finish != \"abort\":\n            self.cache.release(seq.seq_id, scrub=scrub, tokens=seq.tokens if keep else None)\n"),
     Mutant("state not zeroed for a new owner", "backends/portable/gated_delta.py",
            "        if contexts[n] == 0:\n            state_HKV.zero_()\n", ""),
     Mutant("chunk of one token taken for a decode", "backends/portable/gated_delta.py",
@@ -39,20 +39,24 @@ MUTANTS = (
     Mutant("conv window from the wrong side", "backends/portable/short_conv.py",
            "rows_PD[window_NW + lengths_N.to(x_TD.device)[:, None]]", "rows_PD[window_NW + num_kept]"),
     Mutant("conv window of a decode not moved on", "backends/portable/short_conv.py",
-           "window_SWD[slots_N] = rows_NWD[:, 1:]", "window_SWD[slots_N] = rows_NWD[:, :-1]"),
+           "rows_NWD[:, 1:].to(window_SWD.dtype)", "rows_NWD[:, :-1].to(window_SWD.dtype)"),
     Mutant("reserve not atomic", "cache/manager.py",
-           "                if count > len(self._free[name]):\n                    return None\n                lacking.append((name, count))",
-           "                if count > len(self._free[name]):\n                    self._free[name].clear()\n                    return None\n"
-           "                lacking.append((name, count))"),
+           "        match = prefix.match if prefix is not None and held is None else Match()\n",
+           "        match = prefix.match if prefix is not None and held is None else Match()\n"
+           "        held = held or self._open(seq_id, prefix or Prefix())\n"),
     Mutant("rows written at chunk-relative places", "engine/runner.py",
            "_row_slots(tables[name], positions_T, starts,", "_row_slots(tables[name], positions_T - positions_T.min(), starts,"),
-    Mutant("recompute starts one token late", "sched/scheduler.py",
-           "        seq.num_computed = 0\n", "        seq.num_computed = min(1, seq.num_computed)\n"),
+    Mutant("goes on one token late after a preemption", "sched/scheduler.py",
+           "            seq.num_computed = prefix.num_tokens\n", "            seq.num_computed = prefix.num_tokens + (seq.num_preemptions > 0)\n"),
     Mutant("logits of a neighbour's row", "engine/runner.py",
            "wanted.append(torch.arange(starts[-1] - num_rows(chunk), starts[-1]))",
            "wanted.append(torch.arange(num_rows(chunk)) + max(0, starts[-1] - num_rows(chunk) - (len(starts) > 2)))"),
     Mutant("spoiled blocks not scrubbed", "engine/runner.py", "        self.pool.scrub(batch.scrub)\n", ""),
-    Mutant("one block handed out twice", "cache/manager.py", "            del free[-count:]\n", "            del free[-count + 1:]\n"),
+    Mutant("one block handed out twice", "cache/blocks.py", "        del self.free[-count:]\n", "        del self.free[len(self.free) - count + 1 :]\n"),
+    Mutant("a hit writes into the stored snapshot", "cache/manager.py",
+           "            held.transfers.append(Transfer(group.name, slot, held.table.blocks[group.name][0]))\n",
+           "            held.table.blocks[group.name][0] = slot\n"),
+    Mutant("salt left out of the key", "cache/prefix.py", '"little") + identity + salt', '"little") + identity'),
 )
 MAY_SURVIVE = 1
 

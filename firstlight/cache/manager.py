@@ -210,6 +210,11 @@ class CacheManager:
         for name, blocks in held.table.blocks.items():
             self._blocks[name].give_back(reversed(blocks))
 
+    def disable(self) -> None:
+        """Forget every cached prefix and keep none any more."""
+        self.reset()
+        self.prefix_cache = False
+
     def reset(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
         self.index.clear()
@@ -261,6 +266,14 @@ class CacheManager:
             name: {"kind": blocks.group.kind, "total": blocks.group.num_blocks, "free": len(blocks.free), "used": blocks.num_used,
                    "cached": blocks.num_cached}
             for name, blocks in self._blocks.items()
+        }
+
+    def prefix_counts(self) -> dict[str, int | bool]:
+        """Blocks and snapshots that can be found, blocks nobody can resume from, and what was evicted or withdrawn since the start."""
+        counts = self.index.counts
+        return {
+            "on": self.prefix_cache, "rows": self.index.num_rows, "snapshots": self.index.num_snapshots, "wasted_rows": self.index.waste(),
+            "evicted_rows": counts.evicted_rows, "evicted_snapshots": counts.evicted_snapshots, "withdrawn": counts.withdrawn,
         }
 
     def check(self) -> None:

@@ -58,7 +58,7 @@ class AsyncEngine:
 
     @property
     def stalled_s(self) -> float:
-        """Time since a step last ended while there is work, 0 while there is none: much more than a step takes means stuck."""
+        """Time since a step last ended, or since there is work again; 0 while there is none. Much more than a step takes means stuck."""
         return self.engine.clock() - self.last_step_s if self._busy else 0.0
 
     def counts(self) -> dict[str, int]:
@@ -135,6 +135,7 @@ class AsyncEngine:
             if not self._inbox and self.engine.idle():
                 self._busy = False
                 self._wake.wait_for(lambda: self._inbox or self._closing)
+            if not self._busy:
                 self.last_step_s = self.engine.clock()
             # Decided under the lock, so that nothing is posted that nobody will read.
             self._ended = self._closing and not self._inbox and self.engine.idle()

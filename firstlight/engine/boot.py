@@ -12,6 +12,7 @@ from pathlib import Path
 from firstlight.cache.budget import default_bytes, split
 from firstlight.cache.manager import CacheManager
 from firstlight.cache.pool import CachePool
+from firstlight.engine.canary import TOLERANCES, Canary
 from firstlight.engine.runner import TorchRunner
 from firstlight.engine.sampler import Sampler
 from firstlight.engine.shared import SharedEngine
@@ -51,6 +52,7 @@ class Options:
     max_context: int | None = None
     prefix_cache: bool = True
     snapshot_tokens: int | str = "auto"
+    verify_hits: float = 0.0
     poison_freed: bool = False
     allow_unread: bool = False
 
@@ -106,7 +108,8 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
     scheduler = Scheduler(limits, cache, max_context=spec.max_context)
     stop_ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
-    engine = SharedEngine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids)
+    canary = Canary(options.verify_hits, TOLERANCES[spec.dtype], options.seed) if options.verify_hits else None
+    engine = SharedEngine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids, canary=canary)
     return Machine(folder, spec, tokenizer, defaults, engine, cache, pool, runner, binder, loaded.report)
 
 

@@ -51,14 +51,14 @@ class LLM:
         self, model: str | os.PathLike[str] = "default", *, device: str = "cpu", dtype: str = "auto", backends: Sequence[str] | None = None,
         seed: int = 0, cache_bytes: int | None = None, tokens_per_block: int = 16, snapshot_tokens: int | str = "auto",
         max_step_tokens: int = 2048, chunk_tokens: int = 512, max_sequences: int = 64, max_context: int | None = None,
-        prefix_cache: bool = True, poison_freed: bool = False, allow_unread: bool = False,
+        prefix_cache: bool = True, verify_hits: float = 0.0, poison_freed: bool = False, allow_unread: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         options = Options(
             device=device, dtype=dtype, backends=None if backends is None else tuple(backends), seed=seed, cache_bytes=cache_bytes,
             tokens_per_block=tokens_per_block, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
             max_context=max_context,
-            prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, poison_freed=poison_freed, allow_unread=allow_unread)
+            prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, verify_hits=verify_hits, poison_freed=poison_freed, allow_unread=allow_unread)
         self.machine: Machine | None = boot(model, options, progress)
         self.spec, self.tokenizer, self.defaults = self.machine.spec, self.machine.tokenizer, self.machine.defaults
 
@@ -152,7 +152,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators."""
         machine = self._up
-        return {"groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks}
+        return {
+            "groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks,
+            "prefix": machine.cache.prefix_counts(), "canary": None if machine.engine.canary is None else machine.engine.canary.counts(),
+        }
 
     def close(self) -> None:
         """Give the memory back; twice is fine."""

@@ -9,6 +9,7 @@ from itertools import count
 from operator import index
 from typing import Any, Protocol
 
+from firstlight.engine.canary import Canary
 from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Event, Priority, Sequence, StepResult
 from firstlight.spec.errors import FirstlightError, RequestError
@@ -30,10 +31,10 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic, *, num_vocab: int,
-        stop_ids: frozenset[int] = frozenset(),
+        stop_ids: frozenset[int] = frozenset(), canary: Canary | None = None,
     ) -> None:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
-        self.num_vocab, self.stop_ids = num_vocab, stop_ids
+        self.num_vocab, self.stop_ids, self.canary = num_vocab, stop_ids, canary
         self._ids = count()
         self._untold: list[Event] = []
 
@@ -55,6 +56,8 @@ class Engine:
             seq_id=next(self._ids), tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()],
             arrived_s=self.clock(), salt=(salt or "").encode(errors="surrogatepass"), collect=collect, cold=cold, split=split,
             stop_ids=self.stop_ids)
+        if self.canary is not None:
+            self.canary.watch(seq)
         self.scheduler.add(seq)
         return seq.seq_id
 
@@ -82,7 +85,22 @@ class Engine:
         else:
             events = self.scheduler.update(batch, result, self.clock())
         events[:0], self._untold = self._untold, []
-        return events
+        return events if self.canary is None else self._verified(events, self.canary)
+
+    def _verified(self, events: list[Event], canary: Canary) -> list[Event]:
+        """The clients' own events; prefix hits that the canary chose are computed again, and one wrong hit ends all use of prefixes."""
+        kept = []
+        for event in events:
+            if canary.owns(event.seq_id):
+                if not canary.judge(event):
+                    self.scheduler.cache.disable()
+                continue
+            shadow = canary.shadow(event, next(self._ids)) if event.logits is not None or event.finish is not None else None
+            if shadow is not None:
+                self.scheduler.add(shadow)
+            if event.token is not None or event.finish is not None or not event.watched:
+                kept.append(event)
+        return kept
 
     def idle(self) -> bool:
         """Whether nothing is left to do or to tell."""

@@ -52,6 +52,8 @@ class TorchRunner:
                 collected[chunk.seq.seq_id] = logits_RV[rows : rows + count]
             elif chunk.samples:
                 sampled.append((rows, chunk.seq))
+                if chunk.seq.watched and not chunk.seq.num_generated:
+                    collected[chunk.seq.seq_id] = logits_RV[rows]
             rows += count
         index = [row for row, _ in sampled]
         rows_RV = logits_RV if len(index) == len(logits_RV) else logits_RV[index]

@@ -327,6 +327,8 @@ class Scheduler:
         self._totals["computed_tokens"] += chunk.end - chunk.begin
         self.cache.commit(seq.seq_id, seq.tokens, chunk.end)
         if token is not None:
+            if seq.watched and seq.seq_id in result.logits:
+                self._tell_logits(seq, result, chunk)
             seq.tokens.append(token)
             finish = self._finish(seq, token)
             if finish is None:
@@ -334,7 +336,7 @@ class Scheduler:
             else:
                 self._end(seq, finish, token=token, logprobs=result.logprobs.get(seq.seq_id))
         elif seq.collect:
-            self._events.append(Event(seq.seq_id, None, None, logits=result.logits.get(seq.seq_id), begin=chunk.begin))
+            self._tell_logits(seq, result, chunk)
             if seq.num_computed >= seq.num_prompt:
                 self._end(seq, "length")
 
@@ -358,6 +360,11 @@ class Scheduler:
         del self._sequences[seq.seq_id]
         seq.status, seq.finish, seq.error = Status.FINISHED, finish, error
         self._tell(seq, token, finish, error, logprobs)
+
+    def _tell_logits(self, seq: Sequence, result: StepResult, chunk: Chunk) -> None:
+        self._events.append(Event(
+            seq.seq_id, None, None, logits=result.logits.get(seq.seq_id), begin=chunk.begin, watched=seq.watched,
+            num_cached_tokens=seq.num_cached_tokens))
 
     def _tell(self, seq: Sequence, token: int | None, finish: str | None, error: str | None = None, logprobs: object = None) -> None:
         self._events.append(Event(

@@ -50,6 +50,7 @@ class Sequence:
     error: str | None = None
     collect: bool = False
     cold: bool = False
+    watched: bool = False
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     queued_s: float = 0.0
@@ -125,5 +126,6 @@ class Event:
     logprobs: Any = None
     logits: Any = None
     begin: int = 0
+    watched: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0

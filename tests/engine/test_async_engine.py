@@ -177,13 +177,13 @@ def test_many_clients_that_leave_early(seed: int) -> None:
 def test_leaving_cancels(way: str) -> None:
     """A request that would take for ever gives its blocks back at once; another one goes on."""
     async def work() -> None:
-        world = World(num_blocks=400)
+        world = World(num_blocks=13_000)
         async with AsyncEngine(world.engine) as engine:
             beside = asyncio.ensure_future(collected(engine, prompt(2, 5), 300))
             first = asyncio.Event()
 
             async def endless() -> None:
-                stream = engine.generate(prompt(1, 9), params(1000))
+                stream = engine.generate(prompt(1, 9), params(50_000))
                 async for event in stream:
                     first.set()
                     if way == "break" and event.token is not None:
@@ -206,7 +206,7 @@ def test_leaving_cancels(way: str) -> None:
             gc.collect()
             await until(lambda: engine.counts()["running"] <= 1)
             assert alone(2, 5, 300) == tokens_of(await beside)
-        assert world.engine.counts()["computed_tokens"] < 1_000
+        assert world.engine.counts()["computed_tokens"] < 25_000
         world.check_empty()
 
     run(work())
@@ -342,7 +342,7 @@ def test_it_sleeps_while_idle_and_wakes_at_once() -> None:
             assert 0.0 == engine.stalled_s
             begun_s = time.monotonic()
             await collected(engine, prompt(1, 9), 1)
-            assert time.monotonic() - begun_s < 1.0
+            assert time.monotonic() - begun_s < 5.0
             assert steps < engine.num_steps
 
     run(work())
@@ -565,4 +565,4 @@ def test_a_model_in_the_thread() -> None:
             assert [tokens if number != 2 else tokens[:4] for number, tokens in enumerate(want)] == got
 
         run(work())
-        assert all(group["free"] == group["total"] for group in llm.stats()["groups"].values())
+        assert {0} == {group["used"] for group in llm.stats()["groups"].values()}

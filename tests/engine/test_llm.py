@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
     while not shared.engine.idle():
         shared.engine.step()
     shared.machine.cache.check()
-    assert all(group["free"] == group["total"] for group in shared.stats()["groups"].values())
+    assert {0} == {group["used"] for group in shared.stats()["groups"].values()}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "given", "said"), INVALID, ids=lambda item: str(item)[:30])
+@pytest.mark.parametrize(("prompt", "given", "said"), INVALID, ids=lambda item: str(item)[:20])
 def test_an_invalid_prompt_raises_before_anything_runs(llm: LLM, prompt: Any, given: dict[str, Any], said: str) -> None:
     before = llm.stats()["computed_tokens"]
     whole = {"params": GREEDY, **given}
@@ -272,21 +273,26 @@ def test_logits_return_when_they_are_there(llm: LLM, alone: list[list[int]]) -> 
 
 @pytest.mark.parametrize(("tokens", "given", "said"), [
     ([], {}, "no tokens"), ([512], {}, "512"), ([1, 2], {"chunks": [1]}, "sum to 1"), ([1, 2], {"chunks": [3, -1]}, "positive"),
-    ([1, 2], {"images": [b""]}, "1 images"), ([1] * 10**5, {}, "context|needs")], ids=str)
+    ([1, 2], {"images": [b""]}, "1 images"), ([1] * 10**5, {}, "context|needs")], ids=lambda item: str(item)[:20])
 def test_invalid_logits(llm: LLM, tokens: list[int], given: dict[str, Any], said: str) -> None:
     with pytest.raises(FirstlightError, match=said):
         llm.logits(tokens, **given)
     assert llm.engine.idle()
 
 
-def test_an_interruption_cancels_logits(llm: LLM) -> None:
+@pytest.mark.parametrize("beside", [0, 3], ids=["running", "waiting"])
+def test_an_interruption_cancels_logits(llm: LLM, beside: int) -> None:
+    """In its own step, or in one of others while it waits for a slot."""
+    ids = [llm.engine.submit(PROMPTS[0], GREEDY) for _ in range(beside)]
     llm.engine.runner = Interrupting(llm.engine.runner, 2)
     with pytest.raises(KeyboardInterrupt):
         llm.logits(PROMPTS[3])
-    assert {} == drained(llm)
+    assert (0, 0) == (llm.stats()["running"], llm.stats()["waiting"])
+    assert ids == [*drained(llm)]
 
 
 def test_stats(llm: LLM) -> None:
+    llm.reset_prefix_cache()
     rest = llm.stats()
     assert {"groups", "running", "waiting", "preemptions", "computed_tokens", "prompt_tokens", "recomputed_tokens", "fallbacks"} <= rest.keys()
     ids = [llm.engine.submit(prompt, GREEDY) for prompt in PROMPTS]
@@ -294,8 +300,8 @@ def test_stats(llm: LLM) -> None:
     busy = llm.stats()
     assert (3, 2) == (busy["running"], busy["waiting"])
     for name, group in busy["groups"].items():
-        assert group["total"] == group["free"] + group["used"] and group["used"] > 0
-        assert rest["groups"][name] == {**group, "free": group["total"], "used": 0}
+        assert group["total"] == group["free"] + group["used"] + group["cached"] and group["used"] > 0
+        assert rest["groups"][name] == {**group, "free": group["total"], "used": 0, "cached": 0}
         assert group["kind"] in ("rows", "state")
     for seq_id in ids:
         llm.engine.cancel(seq_id)
@@ -310,11 +316,13 @@ def test_a_text_ends_before_its_stop_string() -> None:
         assert whole.text is not None and len(whole.text) > 12
         stop = whole.text[5:8]
         at = whole.text.index(stop)
-        out, other = llm.generate(["The first light"] * 2, [SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop=(stop,)), params])
+        out, other = llm.generate(["The first light"] * 2, [replace(params, stop=(stop,)), params])
         assert (whole.text[:at], "stop") == (out.text, out.finish_reason)
         assert whole.tokens[: len(out.tokens)] == out.tokens and len(out.tokens) < 40
         assert (whole.text, "length") == (other.text, other.finish_reason)
         assert {} == drained(llm)
+        assert out == replace(llm.generate("The first light", replace(params, stop=(stop,)))[0], first_token_s=out.first_token_s)
+        assert 0 == llm.stats()["running"], "the engine goes on after the stop string"
 
 
 def test_defaults_of_the_model_hold_when_no_params_are_given(tmp_path: Path) -> None:

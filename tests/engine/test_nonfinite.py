@@ -127,6 +127,7 @@ class Run:
     def __init__(self, llm: LLM, position: int, place: tuple[int, str, float], *, again: bool = False) -> None:
         assert llm.machine is not None
         self.machine = llm.machine
+        llm.reset_prefix_cache()
         self.ids = [llm.engine.submit(prompt, GREEDY) for prompt in PROMPTS]
         if again:
             self.ids.append(llm.engine.submit(PROMPTS[VICTIM], GREEDY))
@@ -153,7 +154,7 @@ class Run:
                 break
         llm.engine.runner = self.machine.runner
         assert llm.engine.idle(), "80 steps were not enough"
-        assert all(group["free"] == group["total"] for group in llm.stats()["groups"].values())
+        assert {0} == {group["used"] for group in llm.stats()["groups"].values()}
 
 
 def check(run: Run, lone: list[list[int]], num_before: int) -> None:
@@ -185,10 +186,13 @@ def test_ruin_anywhere(model: tuple[Path, list[list[int]]], crowd: LLM, place: t
     assert finite_memory(crowd)
 
 
+@pytest.mark.parametrize("position", [18, 26], ids=["inside", "before a snapshot"])
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[3], PLACES[4], PLACES[7]], ids=str)
-def test_ruin_in_a_chunk_that_samples_nothing(model: tuple[Path, list[list[int]]], crowd: LLM, place: tuple[int, str, float]) -> None:
+def test_ruin_in_a_chunk_that_samples_nothing(
+    model: tuple[Path, list[list[int]]], crowd: LLM, place: tuple[int, str, float], position: int
+) -> None:
     """Caught before anybody may build on it: a later request with the same prompt equals its lone run."""
-    run = Run(crowd, 18, place, again=True)
+    run = Run(crowd, position, place, again=True)
     assert run.spoiler.hit is not None and run.spoiler.hit.end < LENGTHS[VICTIM]
     check(run, model[1], 0)
     assert finite_memory(crowd)
@@ -232,6 +236,24 @@ def test_ruin_among_poisoned_memory(model: tuple[Path, list[list[int]]]) -> None
     with crowded(model[0], poison_freed=True) as llm:
         for place in (PLACES[0], PLACES[4]):
             check(Run(llm, LENGTHS[VICTIM] + 2, place), model[1], 3)
+
+
+@pytest.mark.parametrize("what", ["latent", "recurrent"])
+def test_ruin_in_a_cached_prefix(model: tuple[Path, list[list[int]]], crowd: LLM, what: str) -> None:
+    """Whoever builds on it fails, once: nobody finds it any more, so the same prompt then yields what it should."""
+    assert crowd.machine is not None
+    crowd.reset_prefix_cache()
+    crowd.generate([PROMPTS[VICTIM]], GREEDY)
+    layer = 3 if what == "latent" else 0
+    tensor = crowd.machine.pool.layer(layer)[what]
+    clean = tensor.clone()
+    tensor.masked_fill_(tensor != 0, NAN)
+    first = crowd.generate([PROMPTS[VICTIM]], GREEDY)[0]
+    assert first.num_cached_tokens > 0 and first.error is not None and [] == first.tokens
+    tensor.masked_fill_(clean != 0, 1.0)
+    again, other = crowd.generate([PROMPTS[VICTIM], PROMPTS[0]], GREEDY)
+    assert (model[1][VICTIM], model[1][0]) == (again.tokens, other.tokens)
+    assert finite_memory(crowd)
 
 
 def test_logits_say_why(model: tuple[Path, list[list[int]]], crowd: LLM) -> None:
