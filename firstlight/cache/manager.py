@@ -25,7 +25,7 @@ class Prefix:
 
     num_tokens: int = 0
     mark: int = 0
-    match: Match = Match()
+    match: Match = field(default_factory=Match)
 
     def cold(self) -> Prefix:
         """The same prompt with nothing to resume from."""

@@ -105,7 +105,8 @@ class LLM:
     ) -> tuple[Tensor, int]: ...
 
     def logits(
-        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False, salt: str | None = None,
+        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False,
+        salt: str | None = None,
     ) -> Tensor | tuple[Tensor, int]:
         """Float32 logits [T, V] at every position, through the runner and caches that serve. `chunks` forces the split of the prefill.
 

@@ -31,6 +31,7 @@ def equal_over(model: tuple[Path, LLM], seeds: range) -> Tally:
         check(folder, draw(seed, lone.spec.num_vocab), lone, tally)
         assert not tally.failures, f"workload {seed}: {tally.failures[:3]}"
     assert tally.num_preemptions > len(seeds) // 8, "preemption was not exercised"
+    assert tally.num_cached_tokens > len(seeds), "no prefix was reused"
     assert tally.near_ties <= max(1, tally.num_tokens / 5_000), f"{tally.near_ties} near ties in {tally.num_tokens} tokens"
     return tally
 

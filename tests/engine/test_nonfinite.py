@@ -238,22 +238,19 @@ def test_ruin_among_poisoned_memory(model: tuple[Path, list[list[int]]]) -> None
             check(Run(llm, LENGTHS[VICTIM] + 2, place), model[1], 3)
 
 
+@pytest.mark.xfail(strict=True, reason="a sequence that fails withdraws what it published, but not what it resumed from")
 @pytest.mark.parametrize("what", ["latent", "recurrent"])
 def test_ruin_in_a_cached_prefix(model: tuple[Path, list[list[int]]], crowd: LLM, what: str) -> None:
     """Whoever builds on it fails, once: nobody finds it any more, so the same prompt then yields what it should."""
     assert crowd.machine is not None
     crowd.reset_prefix_cache()
     crowd.generate([PROMPTS[VICTIM]], GREEDY)
-    layer = 3 if what == "latent" else 0
-    tensor = crowd.machine.pool.layer(layer)[what]
-    clean = tensor.clone()
+    tensor = crowd.machine.pool.layer(3 if what == "latent" else 0)[what]
     tensor.masked_fill_(tensor != 0, NAN)
     first = crowd.generate([PROMPTS[VICTIM]], GREEDY)[0]
     assert first.num_cached_tokens > 0 and first.error is not None and [] == first.tokens
-    tensor.masked_fill_(clean != 0, 1.0)
     again, other = crowd.generate([PROMPTS[VICTIM], PROMPTS[0]], GREEDY)
     assert (model[1][VICTIM], model[1][0]) == (again.tokens, other.tokens)
-    assert finite_memory(crowd)
 
 
 def test_logits_say_why(model: tuple[Path, list[list[int]]], crowd: LLM) -> None:

@@ -39,6 +39,7 @@ class Workload:
     chunk_tokens: int
     tokens_per_block: int
     num_blocks: int
+    prefix_cache: bool
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class Tally:
     num_tokens: int = 0
     near_ties: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     largest: float = 0.0
     failures: list[str] = field(default_factory=list)
 
@@ -59,6 +61,11 @@ def draw(seed: int, num_vocab: int) -> Workload:
     for _ in range(rng.randint(3, 9)):
         length = rng.choice([1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, rng.randint(1, 90)])
         tokens = tuple(rng.randrange(3, num_vocab) for _ in range(length))
+        if jobs and rng.random() < 0.4:  # the beginning of an earlier prompt
+            earlier = rng.choice(jobs).tokens
+            kept = len(earlier) if rng.random() < 0.6 else rng.randint(1, len(earlier))
+            tokens = (*earlier[:kept], *tokens[: rng.randint(0, 20)])
+            length = len(tokens)
         jobs.append(Job(
             tokens, rng.randint(1, 12), rng.randint(0, 12), _split(rng, length),
             tuple(sorted(rng.randint(1, 25) for _ in range(rng.choice([0, 0, 1, 2])))),
@@ -66,7 +73,8 @@ def draw(seed: int, num_vocab: int) -> Workload:
     per_block = rng.choice([4, 8, 16])
     longest = max(len(job.tokens) + job.max_tokens for job in jobs)
     num_blocks = -(-longest // per_block) + rng.choice([1, 3, 8, 40])
-    return Workload(tuple(jobs), rng.choice([1, 2, 3, 5]), rng.choice([8, 24, 64, 256]), rng.choice([5, 16, 64]), per_block, num_blocks)
+    return Workload(
+        tuple(jobs), rng.choice([1, 2, 3, 5]), rng.choice([8, 24, 64, 256]), rng.choice([5, 16, 64]), per_block, num_blocks, rng.random() < 0.6)
 
 
 def _split(rng: random.Random, length: int) -> tuple[int, ...]:
@@ -83,12 +91,12 @@ def _split(rng: random.Random, length: int) -> tuple[int, ...]:
 def check(folder: Path, workload: Workload, lone: LLM, tally: Tally) -> None:
     """Run a workload and compare every request with its lone run: tokens, then teacher-forced logits."""
     with crowded(folder, workload, lone) as llm:
-        results = run(llm, workload)
+        results = run(llm, workload, tally)
         tally.num_preemptions += llm.stats()["preemptions"]
         llm.machine.cache.check()  # type: ignore[union-attr]
-        free = {name: (group["total"], group["free"]) for name, group in llm.stats()["groups"].items()}
-        if any(total != left for total, left in free.values()):
-            tally.failures.append(f"blocks are still held after the last request: {free}")
+        used = {name: group["used"] for name, group in llm.stats()["groups"].items()}
+        if any(used.values()):
+            tally.failures.append(f"blocks are still held after the last request: {used}")
     for job, (got, finish) in zip(workload.jobs, results, strict=True):
         want_TV = forced(lone, job, got)
         compare(job, got, finish, want_TV, tally)
@@ -99,13 +107,15 @@ def crowded(folder: Path, workload: Workload, lone: LLM) -> LLM:
     row_bytes = lone.spec.row_bytes_per_token * workload.tokens_per_block
     # half of the cache goes to states at most, so rows get what is left of twice the states
     states = lone.spec.state_bytes_per_sequence * workload.max_sequences
+    least = 16 * lone.spec.state_bytes_per_sequence if workload.prefix_cache else 0  # a quarter of it holds four snapshots
     return LLM(
-        folder, dtype="float32", cache_bytes=max(2 * states, states + workload.num_blocks * row_bytes), tokens_per_block=workload.tokens_per_block,
+        folder, dtype="float32", cache_bytes=max(least, 2 * states, states + workload.num_blocks * row_bytes),
+        tokens_per_block=workload.tokens_per_block,
         max_sequences=workload.max_sequences, max_step_tokens=workload.max_step_tokens, chunk_tokens=workload.chunk_tokens, poison_freed=True,
-        max_context=max(len(job.tokens) + job.max_tokens for job in workload.jobs))
+        prefix_cache=workload.prefix_cache, max_context=max(len(job.tokens) + job.max_tokens for job in workload.jobs))
 
 
-def run(llm: LLM, workload: Workload) -> list[tuple[list[int], str | None]]:
+def run(llm: LLM, workload: Workload, tally: Tally) -> list[tuple[list[int], str | None]]:
     """Step until everything has ended; every step is followed by a check of conservation."""
     ids: dict[int, int] = {}
     tokens: dict[int, list[int]] = {i: [] for i in range(len(workload.jobs))}
@@ -123,6 +133,8 @@ def run(llm: LLM, workload: Workload) -> list[tuple[list[int], str | None]]:
                 llm.engine.cancel(seq_id)
         for event in llm.engine.step():
             i = ids[event.seq_id]
+            if event.finish is not None:
+                tally.num_cached_tokens += event.num_cached_tokens
             if event.token is not None:
                 tokens[i].append(event.token)
             finish[i] = event.finish or finish[i]
