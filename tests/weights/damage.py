@@ -136,6 +136,14 @@ def _header_length_garbage(folder: Path) -> str:
     return FIRST
 
 
+def _header_beyond_the_file(folder: Path) -> str:
+    """A length that the format allows, of a header longer than its file."""
+    file = folder / FIRST
+    content = file.read_bytes()
+    file.write_bytes(struct.pack("<Q", len(content) - 7) + content[8:])
+    return FIRST
+
+
 def _unknown_dtype(folder: Path) -> str:
     edit_header(folder / read_index(folder)[Q_PROJ], lambda header: header[Q_PROJ].update(dtype="Q4_K"))
     return Q_PROJ
@@ -231,6 +239,18 @@ def _empty_folder(folder: Path) -> str:
 def _nan_weight(folder: Path) -> str:
     edit(folder, Q_PROJ, lambda tensors: tensors[Q_PROJ][3, 5].fill_(float("nan")))
     return Q_PROJ
+
+
+def _nan_norm(folder: Path) -> str:
+    edit(folder, NORM, lambda tensors: tensors[NORM][127].fill_(float("nan")))
+    return NORM
+
+
+def _infinite_a_log(folder: Path) -> str:
+    """Among the model's own heads, so that it is not the padding that is found."""
+    name = LAYER.format(4) + "self_attn.A_log"
+    edit(folder, name, lambda tensors: tensors[name][2].fill_(float("inf")))
+    return name
 
 
 def _infinite_bias(folder: Path) -> str:
@@ -335,10 +355,11 @@ KINDS: dict[str, Callable[[Path], str]] = {
     function.__name__.strip("_"): function
     for function in (
         _missing_tensor, _extra_tensor, _layer_too_many, _in_two_shards, _transposed, _wrong_dtype, _float8_without_scale,
-        _truncated, _truncated_header, _empty_file, _header_garbage, _header_length_garbage, _unknown_dtype, _sizes_disagree, _overlapping,
+        _truncated, _truncated_header, _empty_file, _header_garbage, _header_length_garbage,
+        _header_beyond_the_file, _unknown_dtype, _sizes_disagree, _overlapping,
         _beyond_the_end, _pointer, _absent_shard, _absent_shard_without_index, _index_lacks_a_tensor, _shard_lacks_a_tensor,
         _index_names_the_other_shard, _index_leaves_the_folder, _index_garbage, _two_checkpoints, _pickle_only, _empty_folder,
-        _nan_weight, _infinite_bias, _nan_scale, _padding_not_zero, _packed_without_scale, _scale_without_packed, _scale_shape, _scale_as_float,
+        _nan_weight, _nan_norm, _infinite_a_log, _infinite_bias, _nan_scale, _padding_not_zero, _packed_without_scale, _scale_without_packed, _scale_shape, _scale_as_float,
         _expert_gap, _expert_too_many, _expert_twice, _mixed_formats, _packed_and_plain, _two_names_for_one,
     )
 }
