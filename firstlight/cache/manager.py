@@ -46,6 +46,7 @@ class _Holding:
     pending: tuple[int, tuple[int, ...]] | None = None
     own: list[Rows] = field(default_factory=list)
     kept: list[Snapshot] = field(default_factory=list)
+    origin: Snapshot | None = None
     transfers: list[Transfer] = field(default_factory=list)
     resumed: bool = False
 
@@ -202,7 +203,8 @@ class CacheManager:
             self._num_pending -= 1
             self._drop_kind("state", held.pending[1])
         if scrub:
-            self.index.withdraw(held.own, held.kept)
+            # what it resumed from may be what ruined it
+            self.index.withdraw(held.rows, [*held.kept, *([held.origin] if held.origin else [])])
             self.mark_scrub(self._private(held))
         elif tokens is not None and self.prefix_cache and self._states and held.num_committed:
             self._keep_state(held, tokens)
@@ -305,6 +307,7 @@ class CacheManager:
         table = BlockTable(seq_id, {name: array("q") for name in self._groups})
         chain = match.chain or Chain(root_key(self.identity, b""), self.tokens_per_block)
         held = self._held[seq_id] = _Holding(table, chain, list(match.rows), len(match.rows), prefix.num_tokens, prefix.mark, match.snapshot)
+        held.origin = match.snapshot
         for rows in match.rows:
             for blocks, block in zip(self._of_rows, rows.blocks, strict=True):
                 table.blocks[blocks.group.name].append(block)

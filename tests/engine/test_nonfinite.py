@@ -238,7 +238,6 @@ def test_ruin_among_poisoned_memory(model: tuple[Path, list[list[int]]]) -> None
             check(Run(llm, LENGTHS[VICTIM] + 2, place), model[1], 3)
 
 
-@pytest.mark.xfail(strict=True, reason="a sequence that fails withdraws what it published, but not what it resumed from")
 @pytest.mark.parametrize("what", ["latent", "recurrent"])
 def test_ruin_in_a_cached_prefix(model: tuple[Path, list[list[int]]], crowd: LLM, what: str) -> None:
     """Whoever builds on it fails, once: nobody finds it any more, so the same prompt then yields what it should."""

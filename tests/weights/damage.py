@@ -359,7 +359,8 @@ KINDS: dict[str, Callable[[Path], str]] = {
         _header_beyond_the_file, _unknown_dtype, _sizes_disagree, _overlapping,
         _beyond_the_end, _pointer, _absent_shard, _absent_shard_without_index, _index_lacks_a_tensor, _shard_lacks_a_tensor,
         _index_names_the_other_shard, _index_leaves_the_folder, _index_garbage, _two_checkpoints, _pickle_only, _empty_folder,
-        _nan_weight, _nan_norm, _infinite_a_log, _infinite_bias, _nan_scale, _padding_not_zero, _packed_without_scale, _scale_without_packed, _scale_shape, _scale_as_float,
+        _nan_weight, _nan_norm, _infinite_a_log, _infinite_bias, _nan_scale, _padding_not_zero,
+        _packed_without_scale, _scale_without_packed, _scale_shape, _scale_as_float,
         _expert_gap, _expert_too_many, _expert_twice, _mixed_formats, _packed_and_plain, _two_names_for_one,
     )
 }
