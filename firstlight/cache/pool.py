@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from firstlight.cache.blocks import Group, Transfer
+from firstlight.cache.codec import Codec, Layout
 from firstlight.spec.model import CacheSpec, ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -16,15 +17,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class CachePool:
     """Memory is taken once and never moves. `poison`: blocks hold NaN until somebody writes them."""
 
-    def __init__(self, spec: ModelSpec, groups: Sequence[Group], *, device: str = "cpu", poison: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, groups: Sequence[Group], *, device: str = "cpu", poison: bool = False, identity: bytes = b""
+    ) -> None:
         self.poison = poison
+        self.codec = Codec(identity)
         self.groups = {group.name: group for group in groups}
         self._members: dict[str, list[dict[str, Tensor]]] = {name: [] for name in self.groups}
+        self._indices: dict[str, list[int]] = {name: [] for name in self.groups}
         self._layers: dict[int, dict[str, Tensor]] = {layer.index: {} for layer in spec.layers}
         for name, members in spec.groups().items():
             for index, cache in members:
                 tensors = self._allocate(self.groups[name], cache, device)
                 self._members[name].append(tensors)
+                self._indices[name].append(index)
                 self._layers[index].update(tensors)
 
     @property
@@ -56,6 +62,33 @@ class CachePool:
                 for tensor in tensors.values():
                     tensor[transfer.target] = tensor[transfer.source]
 
+    def layout(self, group: str) -> Layout:
+        """What the bytes of one of its blocks hold, in order."""
+        tensors = [
+            (index, name, tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."))
+            for index, members in zip(self._indices[group], self._members[group], strict=True) for name, tensor in members.items()
+        ]
+        return Layout(group, self.groups[group].kind, self.groups[group].tokens_per_block, tuple(tensors))
+
+    def read(self, group: str, block: int, key: bytes) -> bytes:
+        """A block of all layers as bytes under its key, with a header and a checksum."""
+        pieces = [_bytes(tensor[block]) for members in self._members[group] for tensor in members.values()]
+        return self.codec.wrap(self.layout(group), key, b"".join(pieces))
+
+    def write(self, group: str, block: int, content: bytes | memoryview, key: bytes) -> bool:
+        """Fill a block from bytes; False, and nothing is written: they are damaged, or of another key, engine or layout."""
+        payload = self.codec.unwrap(self.layout(group), key, content)
+        if payload is None:
+            return False
+        begin = 0
+        for members in self._members[group]:
+            for tensor in members.values():
+                size = tensor[block].nbytes
+                raw = torch.frombuffer(bytearray(payload[begin : begin + size]), dtype=torch.uint8)
+                tensor[block] = raw.view(tensor.dtype).view(tensor.shape[1:]).to(tensor.device)
+                begin += size
+        return True
+
     def _fill(self, name: str, ids: Iterable[int], value: float) -> None:
         index = torch.tensor(list(ids), dtype=torch.int64)
         if not index.numel():
@@ -72,3 +105,7 @@ class CachePool:
             tensor = torch.zeros((*lead, *field.shape), dtype=_DTYPES[field.dtype], device=device)
             found[field.name] = tensor.fill_(float("nan")) if self.poison else tensor
         return found
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -30,7 +30,7 @@ def read(config: ConfigReader, inner: Callable[[ConfigReader, str], Reading]) ->
     dim, num_layers = config.positive("hidden_size"), config.positive("num_hidden_layers")
     dtype = _dtype(config)
     block_size = config.positive("attn_res_block_size", None)
-    eps = config.take("rms_norm_eps", float, 1e-5)
+    eps = config.above_zero("rms_norm_eps", 1e-5)
     mixers = _mixers(config, dim, num_layers, eps, dtype)
     ffns, expert_format = _ffns(config, dim, num_layers, eps, dtype)
 
@@ -130,7 +130,7 @@ def _mla(config: ConfigReader, dim: int, dtype: str) -> Mla:
         config.ignore(key, "no rotation: MLA of this family is NoPE")
     return Mla(
         dim=dim, num_heads=config.positive("num_attention_heads"), nope=config.positive("qk_nope_head_dim"),
-        rope=config.take("qk_rope_head_dim", int, 0), v_dim=config.positive("v_head_dim"), q_rank=config.positive("q_lora_rank", None),
+        rope=config.natural("qk_rope_head_dim", 0), v_dim=config.positive("v_head_dim"), q_rank=config.positive("q_lora_rank", None),
         kv_rank=config.positive("kv_lora_rank"), gated=config.take("mla_use_output_gate", bool, False), norm_eps=LATENT_NORM_EPS, dtype=dtype)
 
 
@@ -158,7 +158,7 @@ def _router(config: ConfigReader) -> Router:
     return Router(
         score=str(score), num_groups=config.positive(_either(config, "num_expert_group", "n_group"), 1), top_groups=config.positive("topk_group", 1),
         renormalize=config.take(_either(config, "moe_renormalize", "norm_topk_prob"), bool, True),
-        scale=config.take("routed_scaling_factor", float, 1.0))
+        scale=config.above_zero("routed_scaling_factor", 1.0))
 
 
 def _sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
@@ -169,7 +169,7 @@ def _sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
             raise ConfigError(fact, f"Give {num_layers} of dense, sparse.")
         return [name == "sparse" for name in types]
     config.ignore("mlp_layer_types", "first_k_dense_replace decides")
-    first, freq = config.take("first_k_dense_replace", int, 0), config.positive("moe_layer_freq", 1)
+    first, freq = config.natural("first_k_dense_replace", 0), config.positive("moe_layer_freq", 1)
     return [i >= first and i % freq == 0 for i in range(num_layers)]
 
 
@@ -187,7 +187,7 @@ def _experts(config: ConfigReader, dim: int, act: Activation, eps: float, dtype:
     inner = config.positive("moe_intermediate_size")
     num_experts = config.positive(_either(config, "num_experts", "num_local_experts", "n_routed_experts"))
     top_k = config.positive(_either(config, "num_experts_per_token", "num_experts_per_tok"))
-    num_shared = config.take(_either(config, "num_shared_experts", "n_shared_experts"), int, 0)
+    num_shared = config.natural(_either(config, "num_shared_experts", "n_shared_experts"), 0)
     router = _router(config)
     if top_k > num_experts or num_experts % router.num_groups or router.top_groups > router.num_groups:
         raise ConfigError(

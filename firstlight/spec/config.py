@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -31,6 +32,8 @@ FRAMEWORK_KEYS: Mapping[str, str] = {
 }
 """Keys that frameworks write into every config, with the reason why they change nothing here."""
 _REQUIRED: Any = object()
+LARGEST = 2**31 - 1
+"""No count or width of a network comes near it."""
 
 
 class ConfigReader:
@@ -56,7 +59,7 @@ class ConfigReader:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{file} does not exist", "Give a folder that holds config.json, or the file itself.") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file} cannot be read as JSON: {error}", "Restore the file from the model's release.") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{file} holds a {type(values).__name__}, not an object", "Restore the file from the model's release.")
@@ -107,8 +110,22 @@ class ConfigReader:
     def positive(self, key: str, default: Any = _REQUIRED) -> int | None:
         """An int above zero."""
         value: int | None = self.take(key, int, default)
-        if value is not None and value <= 0:
-            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be above 0", "Restore the value of the model's release.")
+        if value is not None and not 0 < value <= LARGEST:
+            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be from 1 to {LARGEST}", "Restore the value of the model's release.")
+        return value
+
+    def natural(self, key: str, default: int) -> int:
+        """An int that may be zero."""
+        value = self.take(key, int, default)
+        if not 0 <= value <= LARGEST:
+            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be from 0 to {LARGEST}", "Restore the value of the model's release.")
+        return value
+
+    def above_zero(self, key: str, default: float) -> float:
+        """A finite number above zero."""
+        value = self.take(key, float, default)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be finite and above 0", "Restore the value of the model's release.")
         return value
 
     def ignore(self, key: str, why: str) -> None:

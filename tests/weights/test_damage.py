@@ -17,13 +17,14 @@ from firstlight.spec.errors import CheckpointError
 from firstlight.weights.checkpoint import Checkpoint
 from firstlight.weights.load import Loaded, load
 from tests.tree import ROOT
-from tests.weights.damage import KINDS, copy_sound
+from tests.weights.damage import FIRST, KINDS, copy_sound
 
 EXPECTED = {
     "missing_tensor": "missing (1)", "extra_tensor": "unexpected (1)", "layer_too_many": "unexpected (1)", "in_two_shards": "duplicated (1)",
     "transposed": "misshapen (1)", "wrong_dtype": "wrong dtype (1)", "float8_without_scale": "wrong dtype (1)", "truncated": "damaged",
     "truncated_header": "damaged (1)", "empty_file": "damaged (1)", "header_garbage": "damaged (1)", "header_length_garbage": "damaged (1)",
-    "header_beyond_the_file": "damaged (1)", "unknown_dtype": "damaged (1)", "sizes_disagree": "damaged (1)", "overlapping": "damaged (2)",
+    "header_beyond_the_file": f"damaged (1): {FIRST} is cut off", "unknown_dtype": "damaged (1)", "sizes_disagree": "damaged (1)",
+    "overlapping": "damaged (2)",
     "beyond_the_end": "damaged (1)",
     "pointer": "pointer (1)", "absent_shard": "absent shard (1)", "absent_shard_without_index": "absent shard (1)",
     "index_lacks_a_tensor": "index (1)", "shard_lacks_a_tensor": "index (1)", "index_names_the_other_shard": "index (1)",
