@@ -111,7 +111,8 @@ class ConfigReader:
         """An int above zero."""
         value: int | None = self.take(key, int, default)
         if value is not None and not 0 < value <= LARGEST:
-            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be from 1 to {LARGEST}", "Restore the value of the model's release.")
+            bound = "above 0" if value <= 0 else f"at most {LARGEST}"
+            raise ConfigError(f"{self.path}: `{key}` is {value}, it must be {bound}", "Restore the value of the model's release.")
         return value
 
     def natural(self, key: str, default: int) -> int:
