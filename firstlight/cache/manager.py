@@ -87,9 +87,12 @@ class CacheManager:
         """Length of the longest sequence that an empty cache holds; None: no group grows with length."""
         return min((group.num_blocks * group.tokens_per_block for group in self._rows), default=None)
 
-    def match(self, tokens: Sequence[int], *, salt: bytes = b"") -> Prefix:
-        """The longest computed prefix that every group can resume from, at least one token short of all; changes nothing."""
-        chain = Chain(root_key(self.identity, salt), self.tokens_per_block)
+    def match(self, tokens: Sequence[int], *, salt: bytes = b"", chain: Chain | None = None) -> Prefix:
+        """The longest computed prefix that every group can resume from, at least one token short of all; changes nothing.
+
+        `chain`: of an earlier match of the sequence, to hash its tokens once. A match is good until anything is reserved or released.
+        """
+        chain = chain or Chain(root_key(self.identity, salt), self.tokens_per_block)
         if not self.prefix_cache:
             return Prefix(match=Match(chain=chain))
         found = self.index.match(chain, tokens, len(tokens) - 1)
@@ -303,6 +306,7 @@ class CacheManager:
 
     def _open(self, seq_id: int, prefix: Prefix) -> _Holding:
         match = prefix.match
+        assert self.index.holds(match), "a match outlived what it found"
         self.index.take(match)
         table = BlockTable(seq_id, {name: array("q") for name in self._groups})
         chain = match.chain or Chain(root_key(self.identity, b""), self.tokens_per_block)
@@ -352,7 +356,7 @@ class CacheManager:
         """A slot per state group within what snapshots may take; a less valuable snapshot makes room."""
         if not self._room_for_snapshot(num_tokens):
             return None
-        if any(not blocks.free for blocks in self._of_states) and not self.index.evict_snapshot(self._new_worth(num_tokens)):
+        if any(not blocks.free for blocks in self._of_states) and not self.index.evict_snapshot(worth(num_tokens=num_tokens, num_hits=0, age=0)):
             return None
         return tuple(blocks.take_for_index() for blocks in self._of_states)
 
@@ -360,10 +364,7 @@ class CacheManager:
         most = min(group.num_kept for group in self._states)
         if self.index.num_snapshots + self._num_pending < most:
             return True
-        return most > 0 and self.index.evict_snapshot(self._new_worth(num_tokens))
-
-    def _new_worth(self, num_tokens: int) -> float:
-        return worth(num_tokens=num_tokens, num_hits=0, age=0)
+        return most > 0 and self.index.evict_snapshot(worth(num_tokens=num_tokens, num_hits=0, age=0))
 
     def _list_snapshot(self, held: _Holding, tokens: Sequence[int], position: int, slots: tuple[int, ...]) -> bool:
         key = held.chain.key(tokens, position)

@@ -187,6 +187,12 @@ class PrefixIndex:
             if num_blocks and parent in self._snapshots:
                 yield self._snapshots[parent]
 
+    def holds(self, match: Match) -> bool:
+        """Whether everything that was matched can still be found."""
+        snapshot = match.snapshot
+        listed = snapshot is None or self._snapshots.get(snapshot.key) is snapshot
+        return listed and all(self._rows.get(rows.key) is rows for rows in match.rows)
+
     def take(self, match: Match) -> None:
         """A table now holds what was matched: it cannot be evicted until given back."""
         for rows in match.rows:

@@ -218,15 +218,10 @@ class Scheduler:
             seq = self._waiting.head(self._now)
             if seq is None or seq.seq_id in plan.preempted:
                 return
-            prefix = self.cache.match(seq.tokens, salt=seq.salt)
-            prefix = prefix.cold() if seq.cold else prefix
-            table = self._enter(seq, prefix, plan) or self._displace(seq, prefix, plan)
-            if table is None and prefix.num_tokens:
-                # what is cached may stand in the way of what must be computed
-                prefix = prefix.cold()
-                table = self._enter(seq, prefix, plan)
-            if table is None:
+            entry = self._enter(seq, plan) or self._displace(seq, plan)
+            if entry is None:
                 return
+            table, prefix = entry
             self._waiting.leave(seq)
             self._running[seq.seq_id] = seq
             self._ranks[seq.seq_id] = self._policy(seq, self._now)
@@ -242,21 +237,27 @@ class Scheduler:
             if seq.seq_id not in plan.chunks:
                 return
 
-    def _enter(self, seq: Sequence, prefix: Prefix, plan: StepPlan) -> BlockTable | None:
+    def _enter(self, seq: Sequence, plan: StepPlan) -> tuple[BlockTable, Prefix] | None:
+        """Blocks for a waiting sequence and what it resumes from; matched anew each time, as a preemption may have evicted something."""
         if len(self._running) >= self._num_slots:
             return None
+        prefix = self.cache.match(seq.tokens, salt=seq.salt, chain=seq.chain)
+        seq.chain = prefix.match.chain
         times = min(seq.num_preemptions, MAX_PREEMPTIONS)
         if times not in plan.spare:
             plan.spare[times] = self.cache.growth({other.seq_id: self._reach(other, times) for other in self._running.values()})
-        upto = self._reach(seq, times)
-        table = self.cache.reserve(seq.seq_id, len(seq.tokens), prefix=prefix, upto=upto, spare=plan.spare[times])
-        if table is not None:
-            for level, spare in plan.spare.items():
-                for name, count in self.cache.growth({seq.seq_id: self._reach(seq, level)}).items():
-                    spare[name] += count
-        return table
+        upto, spare = self._reach(seq, times), plan.spare[times]
+        # second, cold: what is cached may stand in the way of what must be computed
+        for begin in (prefix.cold(),) if seq.cold else (prefix, prefix.cold()):
+            table = self.cache.reserve(seq.seq_id, len(seq.tokens), prefix=begin, upto=upto, spare=spare)
+            if table is not None:
+                for level, room in plan.spare.items():
+                    for name, count in self.cache.growth({seq.seq_id: self._reach(seq, level)}).items():
+                        room[name] += count
+                return table, begin
+        return None
 
-    def _displace(self, seq: Sequence, prefix: Prefix, plan: StepPlan) -> BlockTable | None:
+    def _displace(self, seq: Sequence, plan: StepPlan) -> tuple[BlockTable, Prefix] | None:
         """Preempt running sequences of lower priority, the last in order first, if that lets this one enter."""
         rank = self._policy(seq, self._now)
         victims = [
@@ -271,9 +272,9 @@ class Scheduler:
         for victim in sorted(victims, key=lambda other: self._ranks[other.seq_id], reverse=True):
             plan.drop(victim.seq_id)
             self._preempt(victim)
-            table = self._enter(seq, prefix, plan)
-            if table is not None:
-                return table
+            entry = self._enter(seq, plan)
+            if entry is not None:
+                return entry
         return None
 
     def _reach(self, seq: Sequence, times: int) -> int:

@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from firstlight.cache.blocks import BlockTable, Transfer
+from firstlight.cache.prefix import Chain
 from firstlight.spec.sampling import SamplingParams
 
 
@@ -53,6 +54,7 @@ class Sequence:
     watched: bool = False
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
+    chain: Chain | None = None
     queued_s: float = 0.0
 
     @property
