@@ -43,6 +43,8 @@ ModelPath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the mo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; an error of ours is one message on stderr."""
+    # a closed descriptor leaves None: what is said then goes nowhere
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -52,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else 0
     except FirstlightError as error:
         sys.stderr.write(f"firstlight: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"firstlight: {error}. Check the terminal, file or disk that is read from or written to.\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -92,7 +97,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Draw the same tokens each time.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    backends: Annotated[str | None, typer.Option(metavar="NAMES", help="Back-ends in order of preference, as in cpu,reference.")] = None,
+    backends: Annotated[str | None, typer.Option(metavar="NAMES", help="Back-ends in order of preference, as in portable,reference.")] = None,
     cache_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of the cache, as in 2GiB.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together at most.")] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens of one sequence computed in one step at most.")] = 512,
@@ -262,9 +267,11 @@ class _Run:
             }
             _write(json.dumps(report) + "\n")
             return
-        if not self.spoken or sys.stdout.isatty():
+        ended = not self.spoken or sys.stdout.isatty()
+        if ended:
             _write("\n")
+        begin = "" if ended else "\n"
         sys.stderr.write(
-            f"{len(self.prompt)} prompt tokens, {self.num_cached_tokens} of them cached, first token after {first_s:.3f} s, "
+            f"{begin}{len(self.prompt)} prompt tokens, {self.num_cached_tokens} of them cached, first token after {first_s:.3f} s, "
             f"{len(self.tokens)} tokens, {rate:.1f} tokens/s, ended by {self.finish}\n"
         )

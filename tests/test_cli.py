@@ -129,9 +129,9 @@ def test_help_and_version_load_nothing(arguments: list[str]) -> None:
 def test_text_goes_to_stdout_and_numbers_to_stderr(say: Say) -> None:
     run = say([*FAMILY.encode(), EOS], "--prompt", "hi")
     assert (0, FAMILY) == (run.code, run.out)
-    assert run.err.startswith("2 prompt tokens, 3 of them cached, first token after ")
+    assert run.err.startswith("\n2 prompt tokens, 3 of them cached, first token after ")
     assert f"{len(FAMILY.encode()) + 1} tokens, " in run.err
-    assert run.err.endswith("tokens/s, ended by stop\n") and 1 == run.err.count("\n")
+    assert run.err.endswith("tokens/s, ended by stop\n") and 2 == run.err.count("\n")
     assert [([104, 105], "default", True)] == [(run.llm.engine.submitted[0][0], run.llm.path, run.llm.closed)]
 
 
@@ -224,7 +224,7 @@ def test_the_embedded_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
         output = llm.generate("The first light", SamplingParams(temperature=0, max_tokens=12))[0]
     assert (output.tokens, output.text, output.finish_reason) == (report["tokens"], report["text"], report["finish_reason"])
     assert output.text == shown.out
-    assert shown.err.startswith("15 prompt tokens, 0 of them cached")
+    assert shown.err.startswith("\n15 prompt tokens, 0 of them cached")
 
 
 # What is refused.

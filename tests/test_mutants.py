@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUITE = ("tests/sched", "tests/cache", "tests/engine/test_loop.py", "tests/engine/test_equal.py", "tests/engine/test_nonfinite.py", "tests/engine/test_prefix.py")
+SUITE = (
+    "tests/sched", "tests/cache", "tests/engine/test_loop.py", "tests/engine/test_equal.py", "tests/engine/test_nonfinite.py",
+    "tests/engine/test_prefix.py",
+)
 SECONDS = 400
 
 
@@ -52,7 +55,8 @@ MUTANTS = (
            "wanted.append(torch.arange(starts[-1] - num_rows(chunk), starts[-1]))",
            "wanted.append(torch.arange(num_rows(chunk)) + max(0, starts[-1] - num_rows(chunk) - (len(starts) > 2)))"),
     Mutant("spoiled blocks not scrubbed", "engine/runner.py", "        self.pool.scrub(batch.scrub)\n", ""),
-    Mutant("one block handed out twice", "cache/blocks.py", "        del self.free[-count:]\n", "        del self.free[len(self.free) - count + 1 :]\n"),
+    Mutant("one block handed out twice", "cache/blocks.py",
+           "        del self.free[-count:]\n", "        del self.free[len(self.free) - count + 1 :]\n"),
     Mutant("a hit writes into the stored snapshot", "cache/manager.py",
            "            held.transfers.append(Transfer(group.name, slot, held.table.blocks[group.name][0]))\n",
            "            held.table.blocks[group.name][0] = slot\n"),

@@ -59,8 +59,13 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("tokens_per_block", "max_step_tokens", "chunk_tokens", "max_sequences", "max_context", "cache_bytes"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"`{name}` is {value!r}", "Use an integer above 0.")
+        for name in ("prefix_cache", "poison_freed", "allow_unread"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"`{name}` is {getattr(self, name)!r}", "Use True or False.")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"`seed` is {self.seed!r}", "Use an integer.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"`dtype` is {self.dtype!r}", f"Use one of {', '.join(DTYPES)}.")
         if self.snapshot_tokens != "auto" and (not isinstance(self.snapshot_tokens, int) or self.snapshot_tokens < 1):
@@ -108,7 +113,7 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     runner = TorchRunner(decoder, pool, Sampler(options.seed), device=options.device)
     limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
     scheduler = Scheduler(limits, cache, max_context=spec.max_context)
-    stop_ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
+    stop_ids = _stop_ids(spec, defaults)
     canary = Canary(options.verify_hits, TOLERANCES[spec.dtype], options.seed) if options.verify_hits else None
     engine = SharedEngine(scheduler, runner, num_vocab=spec.num_vocab, stop_ids=stop_ids, canary=canary)
     return Machine(folder, spec, tokenizer, defaults, engine, cache, pool, runner, binder, loaded.report)
@@ -124,10 +129,21 @@ def locate(model: str | os.PathLike[str]) -> Path:
     """The folder of a model: a path, or "default" for the embedded one."""
     if str(model) == DEFAULT:
         return Path(__file__).parents[1] / "assets" / "default"
+    if not model or not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"the model is {model!r}", "Give a folder, or 'default' for the embedded model.")
     folder = Path(model)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", "Give a folder with config.json and *.safetensors, or 'default' for the embedded model.")
     return folder
+
+
+def _stop_ids(spec: ModelSpec, defaults: GenerationDefaults) -> frozenset[int]:
+    """Ids that end a text; those that the model cannot produce are left out, and said."""
+    ids = frozenset(spec.stop_ids) | frozenset(defaults.eos_ids)
+    beyond = sorted(token for token in ids if not 0 <= token < spec.num_vocab)
+    if beyond:
+        log.warning("end tokens %s are outside of the vocabulary of %d and left out", beyond[:8], spec.num_vocab)
+    return ids - frozenset(beyond)
 
 
 def _spec(found: ModelFile, options: Options) -> ModelSpec:

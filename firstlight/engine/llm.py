@@ -55,7 +55,7 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         options = Options(
-            device=device, dtype=dtype, backends=None if backends is None else tuple(backends), seed=seed, cache_bytes=cache_bytes,
+            device=device, dtype=dtype, backends=_names(backends), seed=seed, cache_bytes=cache_bytes,
             tokens_per_block=tokens_per_block, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
             max_context=max_context,
             prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, verify_hits=verify_hits, poison_freed=poison_freed, allow_unread=allow_unread)
@@ -288,10 +288,16 @@ def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], events: list[Event], 
             progress(num_done, total)
 
 
+def _names(backends: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return (backends,) if isinstance(backends, str) else None if backends is None else tuple(backends)
+
+
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A lone prompt counts as a batch of one."""
     if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"the prompts are {prompts!r}", "Give a text, token ids, or a list of them.")
     items = list(prompts)
     if items and all(isinstance(item, Integral) for item in items):
         return [items]  # type: ignore[list-item]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import RLock
 from typing import Any
 
 from firstlight.engine.loop import Engine
@@ -15,7 +16,18 @@ class SharedEngine(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._kept: list[Event] = []
+        self._turn = RLock()
         self._boxes: dict[int, list[Event] | None] = {}
+
+    def submit(self, *args: Any, **options: Any) -> int:
+        """Queue a request between two steps."""
+        with self._turn:
+            return super().submit(*args, **options)
+
+    def cancel(self, seq_id: int) -> None:
+        """Cancel between two steps."""
+        with self._turn:
+            super().cancel(seq_id)
 
     def claim(self, seq_id: int, box: list[Event]) -> None:
         """Have the events of a request put into a box, until its end."""
@@ -29,13 +41,14 @@ class SharedEngine(Engine):
                 self.cancel(seq_id)
 
     def advance(self) -> None:
-        """One step for the boxes; what belongs in none is kept."""
-        for event in super().step():
-            box = self._boxes.get(event.seq_id, self._kept)
-            if box is not None:
-                box.append(event)
-            if event.finish is not None:
-                self._boxes.pop(event.seq_id, None)
+        """One step for the boxes; what belongs in none is kept. Threads take turns."""
+        with self._turn:
+            for event in super().step():
+                box = self._boxes.get(event.seq_id, self._kept)
+                if box is not None:
+                    box.append(event)
+                if event.finish is not None:
+                    self._boxes.pop(event.seq_id, None)
 
     def step(self) -> list[Event]:
         """One step by hand: events of unclaimed requests, those from the steps of others first."""

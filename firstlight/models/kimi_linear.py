@@ -21,6 +21,11 @@ from firstlight.spec.errors import ConfigError
 from firstlight.spec.model import LayerSpec, ModelSpec, PartSpec
 from firstlight.spec.weights import NameMap, Reading, Rename
 
+EXPERT_KEYS = (
+    "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_token", "num_experts_per_tok",
+    "num_shared_experts", "n_shared_experts", "topk_method", "use_grouped_topk", "moe_router_activation_func", "num_expert_group", "n_group",
+    "topk_group", "moe_renormalize", "norm_topk_prob", "routed_scaling_factor", "routed_expert_hidden_size", "latent_moe_use_norm",
+)
 LATENT_NORM_EPS = 1e-6  # the official code leaves the q_a and kv_a norms at their class default, whatever rms_norm_eps says
 
 
@@ -48,6 +53,12 @@ def read(config: ConfigReader, inner: Callable[[ConfigReader, str], Reading]) ->
     config.ignore("pad_token_id", "packed batches need no padding")
     config.expect("num_nextn_predict_layers", (0,), "Multi-token prediction layers are not implemented for this family.", 0)
     return Reading(spec, NAMES)
+
+
+def few(numbers: set[int]) -> str:
+    """The first eight of a set of numbers, for a message."""
+    shown = sorted(numbers)
+    return f"{shown[:8]}" + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 def stop_ids(config: ConfigReader) -> tuple[int, ...]:
@@ -82,7 +93,7 @@ def _linear_layers(config: ConfigReader, num_layers: int) -> list[bool]:
         kda, full = set(lists.take_list("kda_layers", int)), set(lists.take_list("full_attn_layers", int))
         wanted = set(range(1, num_layers + 1))
         if kda & full or kda | full != wanted:
-            twice, absent, beyond = sorted(kda & full), sorted(wanted - kda - full), sorted((kda | full) - wanted)
+            twice, absent, beyond = (few(each) for each in (kda & full, wanted - kda - full, (kda | full) - wanted))
             raise ConfigError(
                 f"{lists.path}: kda_layers and full_attn_layers (1-based) must name each of {num_layers} layers once; "
                 f"twice {twice}, absent {absent}, beyond {beyond}",
@@ -153,10 +164,11 @@ def _either(config: ConfigReader, *keys: str) -> str:
 
 def _router(config: ConfigReader) -> Router:
     config.expect("topk_method", ("noaux_tc",), "Only the bias-balanced choice is implemented.", "noaux_tc")
-    config.take("use_grouped_topk", bool, True)
+    grouped = config.take("use_grouped_topk", bool, True)
     score = config.expect("moe_router_activation_func", ("sigmoid", "softmax"), "Add the score to ops/route.py.", "sigmoid")
+    num_groups, top_groups = config.positive(_either(config, "num_expert_group", "n_group"), 1), config.positive("topk_group", 1)
     return Router(
-        score=str(score), num_groups=config.positive(_either(config, "num_expert_group", "n_group"), 1), top_groups=config.positive("topk_group", 1),
+        score=str(score), num_groups=num_groups if grouped else 1, top_groups=top_groups if grouped else 1,
         renormalize=config.take(_either(config, "moe_renormalize", "norm_topk_prob"), bool, True),
         scale=config.above_zero("routed_scaling_factor", 1.0))
 
@@ -180,6 +192,8 @@ def _ffns(config: ConfigReader, dim: int, num_layers: int, eps: float, dtype: st
     moe: PartSpec = dense
     if any(sparse):
         moe = _experts(config, dim, act, eps, dtype, expert_format)
+    for key in EXPERT_KEYS if not any(sparse) else ():
+        config.ignore(key, "no layer has experts")
     return [moe if is_sparse else dense for is_sparse in sparse], expert_format
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from firstlight import LLM, SamplingParams
+from firstlight.cache.manager import CacheManager
+from firstlight.engine.loop import Engine
 from firstlight.spec.errors import FirstlightError
 
 GAP = 2e-4
@@ -91,7 +93,7 @@ def _split(rng: random.Random, length: int) -> tuple[int, ...]:
 def check(folder: Path, workload: Workload, lone: LLM, tally: Tally) -> None:
     """Run a workload and compare every request with its lone run: tokens, then teacher-forced logits."""
     with crowded(folder, workload, lone) as llm:
-        results = run(llm, workload, tally)
+        results = drive(llm.engine, llm.machine.cache, workload, tally)  # type: ignore[union-attr]
         tally.num_preemptions += llm.stats()["preemptions"]
         llm.machine.cache.check()  # type: ignore[union-attr]
         used = {name: group["used"] for name, group in llm.stats()["groups"].items()}
@@ -115,7 +117,7 @@ def crowded(folder: Path, workload: Workload, lone: LLM) -> LLM:
         prefix_cache=workload.prefix_cache, max_context=max(len(job.tokens) + job.max_tokens for job in workload.jobs))
 
 
-def run(llm: LLM, workload: Workload, tally: Tally) -> list[tuple[list[int], str | None]]:
+def drive(engine: Engine, cache: CacheManager, workload: Workload, tally: Tally) -> list[tuple[list[int], str | None]]:
     """Step until everything has ended; every step is followed by a check of conservation."""
     ids: dict[int, int] = {}
     tokens: dict[int, list[int]] = {i: [] for i in range(len(workload.jobs))}
@@ -125,21 +127,21 @@ def run(llm: LLM, workload: Workload, tally: Tally) -> list[tuple[list[int], str
         for i, job in enumerate(workload.jobs):
             if step == job.submit_step:
                 params = SamplingParams(max_tokens=job.max_tokens, temperature=0, ignore_eos=True)
-                ids[llm.engine.submit(list(job.tokens), params, priority=job.priority, split=job.split)] = i
+                ids[engine.submit(list(job.tokens), params, priority=job.priority, split=job.split)] = i
         for seq_id, i in ids.items():
             if step - workload.jobs[i].submit_step in workload.jobs[i].preempt_steps:
-                llm.engine.preempt(seq_id)
+                engine.preempt(seq_id)
             if step - workload.jobs[i].submit_step == workload.jobs[i].cancel_step:
-                llm.engine.cancel(seq_id)
-        for event in llm.engine.step():
+                engine.cancel(seq_id)
+        for event in engine.step():
             i = ids[event.seq_id]
             if event.finish is not None:
                 tally.num_cached_tokens += event.num_cached_tokens
             if event.token is not None:
                 tokens[i].append(event.token)
             finish[i] = event.finish or finish[i]
-        llm.machine.cache.check()  # type: ignore[union-attr]
-        if len(ids) == len(workload.jobs) and llm.engine.idle():
+        cache.check()
+        if len(ids) == len(workload.jobs) and engine.idle():
             return [(tokens[i], finish[i]) for i in range(len(workload.jobs))]
     raise FirstlightError(f"{bound} steps were not enough", "Look for a livelock.")
 

@@ -201,6 +201,25 @@ def test_broken_file_is_named(tmp_path: Path, text: str) -> None:
     assert "config.json" in str(caught.value)
 
 
+def test_a_model_without_experts_is_dense() -> None:
+    config = _broken({"first_k_dense_replace": 93})
+    found = read(config)
+    assert {"ffn"} == {layer.ffn.kind for layer in found.spec.layers}
+    assert () == found.unread
+
+
+def test_groups_are_off_when_the_config_says_so() -> None:
+    grouped = {"num_expert_group": 8, "topk_group": 2}
+    assert 8 == read(_broken(grouped)).spec.layers[1].ffn.router.num_groups  # type: ignore[attr-defined]
+    assert 1 == read(_broken(grouped | {"use_grouped_topk": False})).spec.layers[1].ffn.router.num_groups  # type: ignore[attr-defined]
+
+
+def test_a_long_list_of_layers_makes_a_short_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(_broken({"num_hidden_layers": 1_000_000}))
+    assert len(str(caught.value)) < 1_000
+
+
 def test_unknown_active_key_is_reported() -> None:
     found = read(_broken({"brand_new_gate": 3, "brand_new_off": False}))
     assert ("text_config.brand_new_gate", "text_config.brand_new_off") == found.unread

@@ -186,7 +186,7 @@ for check in ("light", "full"):
 
 
 def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
-    """256 MiB (a hole in a file) loaded and checked lightly, then in full; the process itself may grow by 48 MiB at most."""
+    """256 MiB (a hole in a file) loaded and checked lightly, then in full; the process itself may grow by 128 MiB at most."""
     file = tmp_path / "model.safetensors"
     num_bytes = 65536 * 2048 * 2
     write_file(file, {"norm.weight": ("BF16", (2048,), bytes(4096))})
@@ -198,7 +198,7 @@ def test_a_large_tensor_costs_no_memory(tmp_path: Path) -> None:
     light, full = (tuple(map(int, line.split())) for line in run.stdout.splitlines())
     for grown_kib, mapped_bytes in (light, full):
         assert num_bytes + 4096 == mapped_bytes
-        assert grown_kib < 48 * 1024
+        assert grown_kib < 128 * 1024
 
 
 def test_e8m0_scales_are_copied_byte_by_byte(tmp_path: Path) -> None:
