@@ -105,7 +105,8 @@ class LLM:
     ) -> tuple[Tensor, int]: ...
 
     def logits(
-        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False, salt: str | None = None,
+        self, tokens: Sequence[int], *, images: Sequence[Any] = (), chunks: Sequence[int] | None = None, cached: bool = False,
+        salt: str | None = None,
     ) -> Tensor | tuple[Tensor, int]:
         """Float32 logits [T, V] at every position, through the runner and caches that serve. `chunks` forces the split of the prefill.
 
@@ -150,9 +151,12 @@ class LLM:
         self._up.cache.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators."""
+        """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators, unusable blocks from outside."""
         machine = self._up
-        return {"groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks}
+        return {
+            "groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks,
+            "unusable_blocks": dict(machine.pool.unusable),
+        }
 
     def close(self) -> None:
         """Give the memory back; twice is fine."""

@@ -218,7 +218,8 @@ class Scheduler:
             seq = self._waiting.head(self._now)
             if seq is None or seq.seq_id in plan.preempted:
                 return
-            prefix = self.cache.match(seq.tokens, salt=seq.salt)
+            prefix = self.cache.match(seq.tokens, salt=seq.salt, chain=seq.chain)
+            seq.chain = prefix.match.chain
             prefix = prefix.cold() if seq.cold else prefix
             table = self._enter(seq, prefix, plan) or self._displace(seq, prefix, plan)
             if table is None and prefix.num_tokens:
