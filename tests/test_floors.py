@@ -16,7 +16,8 @@ from tests.tree import PACKAGE, PROJECT, ROOT, SOURCES, relative, tree_of
 
 THINKING = (
     "spec", "parts", "models", "sched", "text", "plan", "ops.registry", "ops.declared",
-    "cache.blocks", "cache.manager", "cache.prefix", "cache.evict", "engine.loop", "adapt.inspect",
+    "cache.blocks", "cache.codec", "cache.evict", "cache.holding", "cache.keys", "cache.manager", "cache.prefix", "cache.snapshots", "cache.tier",
+    "engine.loop", "adapt.inspect",
 )
 """Rooms and files that import neither torch nor numpy, planned ones included."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+Fill = Callable[[str, int], bool]
+"""Puts content into a block of a group; False: it could not, or the content is not usable here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +118,11 @@ class Blocks:
         assert [block for block, count in enumerate(references) if not count] == sorted(self.free), f"{name}: blocks are lost or doubled"
         cached = sum(1 for block, count in enumerate(references) if count and not readers[block])
         assert cached == self.num_cached, f"{name}: {self.num_cached} blocks count as cached, {cached} are"
+
+
+def drain(lists: Mapping[str, dict[int, None]]) -> Mapping[str, tuple[int, ...]]:
+    """What lies on these lists, which are empty afterwards."""
+    taken = {name: tuple(ids) for name, ids in lists.items() if ids}
+    for ids in lists.values():
+        ids.clear()
+    return taken

@@ -1,81 +1,95 @@
-"""A block as bytes that can be trusted: a header that says what it is, a checksum over everything. No torch.
+"""A block as bytes that can leave: what it is, where it belongs, and proof that it came back whole. No torch.
 
-Layout: magic, header length (4 bytes, little endian), header (JSON, sorted keys), payload, BLAKE2b-128 of all before it.
+Layout: prefix (magic, version, length of the header, length of the payload, checksum), header (JSON), payload (the fields of all layers, in
+the order of the header). The checksum is the first 128 bits of BLAKE2b over everything else.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import struct
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Literal
 
-MAGIC = b"FLBLOCK\x00"
+MAGIC = b"FLBLOCK\n"
 VERSION = 1
 CHECKSUM_BYTES = 16
+_PREFIX = struct.Struct(f"<8sHIQ{CHECKSUM_BYTES}s")  # no padding: every bit is checked
+PREFIX_BYTES = _PREFIX.size
 
-Refusal = Literal["short", "magic", "version", "checksum", "header", "identity", "key", "layout", "length"]
+Reason = Literal[
+    "magic", "version", "truncated", "trailing", "checksum", "group", "kind", "layout", "members", "tokens_per_block", "num_tokens", "identity",
+    "key", "header",
+]
+"""Why bytes are not usable; those from "group" on name the first field of the header that differs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What the payload of a group's block holds, in order: (layer, field, shape, dtype) of every tensor.
+class Header:
+    """What must be equal on both sides. `members`: per layer its index and its fields (name, shape, dtype); `layout`: letters of their dims.
 
-    `states` names the order of a recurrent state's axes, so that a transposed one is refused.
+    `num_tokens`: length of the prefix that the block ends, 0 for a full block of rows.
     """
 
     group: str
     kind: str
+    layout: str
+    members: tuple[tuple[int, tuple[tuple[str, tuple[int, ...], str], ...]], ...]
     tokens_per_block: int
-    tensors: tuple[tuple[int, str, tuple[int, ...], str], ...]
-    states: str = "HKV"
-
-    def described(self) -> dict[str, object]:
-        """As JSON values."""
-        tensors = [[layer, name, list(shape), dtype] for layer, name, shape, dtype in self.tensors]
-        return {"group": self.group, "kind": self.kind, "tokens_per_block": self.tokens_per_block, "tensors": tensors, "states": self.states}
-
-
-@dataclass(slots=True)
-class Codec:
-    """Wraps and unwraps blocks of one engine; what does not fit is refused by a word and counted, never raised."""
-
+    num_tokens: int
     identity: bytes
-    refused: Counter[Refusal] = field(default_factory=Counter)
+    key: bytes
 
-    def wrap(self, layout: Layout, key: bytes, payload: bytes) -> bytes:
-        """The bytes of a block under its key."""
-        header = json.dumps(
-            {"version": VERSION, "identity": self.identity.hex(), "key": key.hex(), "length": len(payload), "layout": layout.described()},
-            sort_keys=True).encode()
-        body = b"".join((MAGIC, len(header).to_bytes(4, "little"), header, payload))
-        return body + blake2b(body, digest_size=CHECKSUM_BYTES).digest()
+    def to_bytes(self) -> bytes:
+        """JSON, the same on every machine."""
+        return json.dumps(asdict(self), default=bytes.hex, separators=(",", ":")).encode()
 
-    def unwrap(self, layout: Layout, key: bytes, content: bytes | memoryview) -> memoryview | None:
-        """The payload; None: this is not that block of this engine, or it is damaged."""
-        view = memoryview(content).cast("B")
-        refusal, payload = self._opened(layout, key, view)
-        if refusal is not None:
-            self.refused[refusal] += 1
-        return payload
 
-    def _opened(self, layout: Layout, key: bytes, view: memoryview) -> tuple[Refusal | None, memoryview | None]:
-        begin = len(MAGIC) + 4
-        if len(view) < begin + CHECKSUM_BYTES:
-            return "short", None
-        if bytes(view[: len(MAGIC)]) != MAGIC:
-            return "magic", None
-        body, checksum = view[:-CHECKSUM_BYTES], bytes(view[-CHECKSUM_BYTES:])
-        if blake2b(body, digest_size=CHECKSUM_BYTES).digest() != checksum:
-            return "checksum", None
-        end = begin + int.from_bytes(view[len(MAGIC) : begin], "little")
-        try:
-            header = json.loads(bytes(body[begin:end]))
-        except ValueError:
-            return "header", None
-        wanted = {"version": VERSION, "identity": self.identity.hex(), "key": key.hex(), "layout": layout.described(), "length": len(body) - end}
-        names: Sequence[Refusal] = ("version", "identity", "key", "layout", "length")
-        wrong = next((name for name in names if not isinstance(header, dict) or header.get(name) != wanted[name]), None)
-        return (wrong, None) if wrong is not None else (None, body[end:])
+def encode(header: Header, payload: bytes) -> bytes:
+    """Pack a block."""
+    text = header.to_bytes()
+    return b"".join((_prefix(text, payload), text, payload))
+
+
+def decode(blob: bytes | memoryview, expected: Header) -> memoryview | Reason:
+    """The payload of a block that is whole and the one expected, or why it cannot be used."""
+    view = memoryview(blob).cast("B")
+    if len(view) < PREFIX_BYTES:
+        return "truncated"
+    magic, version, header_bytes, payload_bytes, checksum = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        return "magic"
+    if version != VERSION:
+        return "version"
+    end = PREFIX_BYTES + header_bytes + payload_bytes
+    if len(view) != end:
+        return "truncated" if len(view) < end else "trailing"
+    text, payload = view[PREFIX_BYTES : PREFIX_BYTES + header_bytes], view[PREFIX_BYTES + header_bytes :]
+    if _checksum(view[: PREFIX_BYTES - CHECKSUM_BYTES], text, payload) != checksum:
+        return "checksum"
+    want = expected.to_bytes()
+    return payload if text == want else _difference(bytes(text), want)
+
+
+def _prefix(text: bytes, payload: bytes) -> bytes:
+    front = _PREFIX.pack(MAGIC, VERSION, len(text), len(payload), b"")[:-CHECKSUM_BYTES]
+    return front + _checksum(front, text, payload)
+
+
+def _checksum(*pieces: bytes | memoryview) -> bytes:
+    found = blake2b(digest_size=CHECKSUM_BYTES)
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
+
+
+def _difference(text: bytes, want: bytes) -> Reason:
+    """The first field in which two headers differ."""
+    try:
+        got = json.loads(text)
+    except ValueError:
+        return "header"
+    if not isinstance(got, dict):
+        return "header"
+    return next((name for name, value in json.loads(want).items() if got.get(name) != value), "header")

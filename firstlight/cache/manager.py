@@ -8,47 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from firstlight.cache.blocks import Blocks, BlockTable, Group, Transfer
-from firstlight.cache.evict import worth
-from firstlight.cache.prefix import Chain, Match, PrefixIndex, Rows, Snapshot, root_key
+from firstlight.cache.blocks import Blocks, BlockTable, Fill, Group, Transfer, drain
+from firstlight.cache.holding import Holding, Prefix
+from firstlight.cache.keys import Chain, root_key
+from firstlight.cache.prefix import Match, PrefixIndex
+from firstlight.cache.snapshots import Snapshot
 from firstlight.spec.errors import CapacityError, ConfigError
 
 _NOTHING: Mapping[str, int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The part of a prompt that need not be computed again. `mark` is where a snapshot would have let more be reused, 0: nowhere."""
-
-    num_tokens: int = 0
-    mark: int = 0
-    match: Match = field(default_factory=Match)
-
-    def cold(self) -> Prefix:
-        """The same prompt with nothing to resume from."""
-        return Prefix(match=Match(chain=self.match.chain))
-
-
-@dataclass(slots=True)
-class _Holding:
-    """What a sequence holds besides its table."""
-
-    table: BlockTable
-    chain: Chain
-    rows: list[Rows] = field(default_factory=list)
-    num_published: int = 0
-    num_committed: int = 0
-    mark: int = 0
-    source: Snapshot | None = None
-    pending: tuple[int, tuple[int, ...]] | None = None
-    own: list[Rows] = field(default_factory=list)
-    kept: list[Snapshot] = field(default_factory=list)
-    origin: Snapshot | None = None
-    transfers: list[Transfer] = field(default_factory=list)
-    resumed: bool = False
 
 
 class CacheManager:
@@ -77,9 +46,10 @@ class CacheManager:
         self._blocks = {group.name: Blocks(group) for group in groups}
         self._of_rows = [self._blocks[group.name] for group in self._rows]
         self._of_states = [self._blocks[group.name] for group in self._states]
-        self._held: dict[int, _Holding] = {}
-        self._fresh: dict[str, list[int]] = {name: [] for name in self._groups}
-        self._scrub: dict[str, list[int]] = {name: [] for name in self._groups}
+        self._held: dict[int, Holding] = {}
+        # dicts are sets that keep the order
+        self._fresh: dict[str, dict[int, None]] = {name: {} for name in self._groups}
+        self._scrub: dict[str, dict[int, None]] = {name: {} for name in self._groups}
         self._num_pending = 0
 
     @property
@@ -88,10 +58,7 @@ class CacheManager:
         return min((group.num_blocks * group.tokens_per_block for group in self._rows), default=None)
 
     def match(self, tokens: Sequence[int], *, salt: bytes = b"", chain: Chain | None = None) -> Prefix:
-        """The longest computed prefix that every group can resume from, at least one token short of all; changes nothing.
-
-        `chain`: of an earlier match of the sequence, to hash its tokens once. A match is good until anything is reserved or released.
-        """
+        """The longest computed prefix that all groups can resume from, one token short of all at most; `chain`: that of an earlier match."""
         chain = chain or Chain(root_key(self.identity, salt), self.tokens_per_block)
         if not self.prefix_cache:
             return Prefix(match=Match(chain=chain))
@@ -105,20 +72,10 @@ class CacheManager:
         rows = match.rows_tokens if self.prefix_cache else 0
         reach = {group.name: rows if group.kind == "rows" else match.num_tokens for group in self._groups.values()}
         return {
-            "matched_tokens": match.num_tokens, "by_group": reach, "reason": self._reason(match, len(tokens)),
+            "matched_tokens": match.num_tokens, "by_group": reach,
+            "reason": match.limit(len(tokens)) if self.prefix_cache else "the prefix cache is off",
             "minimum_reusable_tokens": 1 if self._states else self.tokens_per_block,
         }
-
-    def _reason(self, match: Match, num_tokens: int) -> str:
-        if not self.prefix_cache:
-            return "the prefix cache is off"
-        if match.num_tokens >= num_tokens - 1:
-            return "all but the last token is cached; one token is always computed"
-        if match.num_tokens < match.rows_tokens:
-            return f"rows are cached for {match.rows_tokens} tokens, but no state is kept behind token {match.num_tokens}; the next run keeps one"
-        if not match.rows_tokens:
-            return "nothing with this beginning is cached in this namespace"
-        return f"what follows token {match.num_tokens} has not been computed yet, or was evicted"
 
     def reserve(
         self, seq_id: int, num_tokens: int, *, prefix: Prefix | None = None, upto: int = 0, spare: Mapping[str, int] = _NOTHING
@@ -146,7 +103,7 @@ class CacheManager:
                 self._make_room(name, count)
                 taken = self._blocks[name].take(count)
                 held.table.blocks[name].extend(taken)
-                self._fresh[name].extend(taken)
+                self._fresh[name].update(dict.fromkeys(taken))
         if held.source is not None and not held.resumed:
             self._resume(held, held.source)
         return held.table
@@ -164,9 +121,9 @@ class CacheManager:
         """Copy the states after this step, when `num_tokens` will be computed, if a slot can be had; `commit` lists the copy."""
         held = self._held[seq_id]
         held.chain.extend(tokens, num_tokens)
-        if held.pending is not None or self.index.has_snapshot(held.chain.key(tokens, num_tokens)):
+        if held.pending is not None or held.chain.key(tokens, num_tokens) in self.index.kept:
             return
-        slots = self._slots_for_snapshot(num_tokens)
+        slots = self._slots_for_snapshot()
         if slots is None:
             return
         for group, slot in zip(self._states, slots, strict=True):
@@ -179,7 +136,7 @@ class CacheManager:
         held = self._held[seq_id]
         held.num_committed = len(tokens) if num_tokens is None else num_tokens
         if held.source is not None:
-            self.index.unpin(held.source)
+            self.index.kept.unpin(held.source)
             held.source = None
         if not self.prefix_cache:
             return
@@ -201,7 +158,7 @@ class CacheManager:
         if held is None:
             return
         if held.source is not None:
-            self.index.unpin(held.source)
+            self.index.kept.unpin(held.source)
         if held.pending is not None:
             self._num_pending -= 1
             self._drop_kind("state", held.pending[1])
@@ -209,11 +166,37 @@ class CacheManager:
             # what it resumed from may be what ruined it
             self.index.withdraw(held.rows, [*held.kept, *([held.origin] if held.origin else [])])
             self.mark_scrub(self._private(held))
-        elif tokens is not None and self.prefix_cache and self._states and held.num_committed:
+        elif tokens is not None and self.prefix_cache and self._states and held.num_committed and held.source is None:
             self._keep_state(held, tokens)
         self.index.give_back(held.rows)
         for name, blocks in held.table.blocks.items():
             self._blocks[name].give_back(reversed(blocks))
+
+    def adopt_rows(self, key: bytes, parent: bytes, fill: Fill) -> bool:
+        """List a full block of every rows group whose content comes from outside; `parent` is the key of the block before.
+
+        False: it is listed already, there is no room, or `fill` could not fill a block. Note: only between steps, for a batch in flight
+        may have been told to clear what is free now.
+        """
+        if not self.prefix_cache or not self._rows or self.index.has_rows(key):
+            return False
+        blocks = self._filled(self._of_rows, fill)
+        if blocks is not None:
+            self.index.adopt(key, parent, blocks)
+        return blocks is not None
+
+    def adopt_snapshot(self, key: bytes, parent: bytes, num_tokens: int, fill: Fill) -> bool:
+        """List states after `num_tokens` that come from outside, with the rows behind the last full block, whose key is `parent`.
+
+        Otherwise like `adopt_rows`; a snapshot of less worth makes room.
+        """
+        if not self.prefix_cache or not self._states or key in self.index.kept or not self._room_for_snapshot():
+            return False
+        blocks = self._filled([*self._of_states, *(self._of_rows if num_tokens % self.tokens_per_block else ())], fill)
+        if blocks is not None:
+            count = len(self._states)
+            self.index.kept.keep(Snapshot(key, parent, num_tokens, blocks[:count], blocks[count:]))
+        return blocks is not None
 
     def disable(self) -> None:
         """Forget every cached prefix and keep none any more."""
@@ -230,15 +213,15 @@ class CacheManager:
     def mark_scrub(self, blocks: Mapping[str, Iterable[int]]) -> None:
         """Put blocks on the list of `take_scrub`: for those that a step should have prepared and did not."""
         for name, ids in blocks.items():
-            self._scrub[name].extend(ids)
+            self._scrub[name].update(dict.fromkeys(ids))
 
     def take_fresh(self) -> Mapping[str, tuple[int, ...]]:
         """Blocks that changed hands since the last call: old content must not be read."""
-        return _drain(self._fresh)
+        return drain(self._fresh)
 
     def take_scrub(self) -> Mapping[str, tuple[int, ...]]:
         """Blocks to zero before the next compute: released since the last call by a sequence that failed."""
-        return _drain(self._scrub)
+        return drain(self._scrub)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Copies that the next step must do; those of a sequence that was released meanwhile are gone with it."""
@@ -304,14 +287,15 @@ class CacheManager:
         blocks = self._blocks[name]
         return len(blocks.free) + max(0, blocks.num_cached - kept_back)
 
-    def _open(self, seq_id: int, prefix: Prefix) -> _Holding:
+    def _open(self, seq_id: int, prefix: Prefix) -> Holding:
         match = prefix.match
         assert self.index.holds(match), "a match outlived what it found"
         self.index.take(match)
         table = BlockTable(seq_id, {name: array("q") for name in self._groups})
         chain = match.chain or Chain(root_key(self.identity, b""), self.tokens_per_block)
-        held = self._held[seq_id] = _Holding(table, chain, list(match.rows), len(match.rows), prefix.num_tokens, prefix.mark, match.snapshot)
-        held.origin = match.snapshot
+        held = self._held[seq_id] = Holding(
+            table, chain, list(match.rows), len(match.rows), prefix.num_tokens, prefix.mark, match.snapshot, match.snapshot,
+            origin=match.snapshot)
         for rows in match.rows:
             for blocks, block in zip(self._of_rows, rows.blocks, strict=True):
                 table.blocks[blocks.group.name].append(block)
@@ -325,25 +309,46 @@ class CacheManager:
             found = self.index.evict_rows() if rows else self.index.evict_snapshot()
             assert found, f"{name}: {count} blocks were promised, nothing is left to evict"
 
+    def _filled(self, groups: Sequence[Blocks], fill: Fill) -> tuple[int, ...] | None:
+        """One block per group that `fill` has filled, held by the index; None: it could not, or there is no room, and none is held."""
+        if any(self._available(blocks.group.name, Match()) < 1 for blocks in groups):
+            return None
+        places: list[tuple[Blocks, int]] = []
+        filled = False
+        try:
+            for blocks in groups:
+                self._make_room(blocks.group.name, 1)
+                places.append((blocks, blocks.take_for_index()))
+            filled = all(fill(blocks.group.name, block) for blocks, block in places)
+        finally:
+            for blocks, block in places:
+                if not filled:
+                    blocks.unlist(block)
+                else:
+                    # whoever had it before may have left word that it must be cleared
+                    self._fresh[blocks.group.name].pop(block, None)
+                    self._scrub[blocks.group.name].pop(block, None)
+        return tuple(block for _, block in places) if filled else None
+
     def _drop_kind(self, kind: str, blocks: tuple[int, ...]) -> None:
         """The index lets go of one block per group of a kind."""
         for each, block in zip(self._of_rows if kind == "rows" else self._of_states, blocks, strict=True):
             each.unlist(block)
 
-    def _publish(self, held: _Holding) -> None:
-        if not self._rows:
+    def _publish(self, held: Holding) -> None:
+        begin, end = held.num_published, held.num_committed // self.tokens_per_block
+        if not self._rows or begin >= end:
             return
-        for i in range(held.num_published, held.num_committed // self.tokens_per_block):
-            blocks = tuple(held.table.blocks[group.name][i] for group in self._rows)
-            rows = self.index.publish(held.chain.keys[i], held.chain.at(i), blocks)
+        for i, blocks in enumerate(zip(*(held.table.blocks[group.name][begin:end] for group in self._rows), strict=True), begin):
+            rows = self.index.publish(held.chain.keys[i], held.chain.at(i), blocks, held.rows[-1] if held.rows else None)
             if rows is not None:
                 for each, block in zip(self._of_rows, blocks, strict=True):
                     each.list(block)
                 held.rows.append(rows)
                 held.own.append(rows)
-            held.num_published = i + 1
+        held.num_published = end
 
-    def _resume(self, held: _Holding, source: Snapshot) -> None:
+    def _resume(self, held: Holding, source: Snapshot) -> None:
         """Copy what would be written on: the states, and the rows of an unfinished block."""
         held.resumed = True
         for group, slot in zip(self._states, source.slots, strict=True):
@@ -352,48 +357,43 @@ class CacheManager:
         for group, block in zip(self._rows if source.tail else (), source.tail, strict=True):
             held.transfers.append(Transfer(group.name, block, held.table.blocks[group.name][place]))
 
-    def _slots_for_snapshot(self, num_tokens: int) -> tuple[int, ...] | None:
-        """A slot per state group within what snapshots may take; a less valuable snapshot makes room."""
-        if not self._room_for_snapshot(num_tokens):
+    def _slots_for_snapshot(self) -> tuple[int, ...] | None:
+        """A slot per state group within what snapshots may take; the least valuable one makes room."""
+        if not self._room_for_snapshot():
             return None
-        if any(not blocks.free for blocks in self._of_states) and not self.index.evict_snapshot(worth(num_tokens=num_tokens, num_hits=0, age=0)):
+        if any(not blocks.free for blocks in self._of_states) and not self.index.evict_snapshot():
             return None
         return tuple(blocks.take_for_index() for blocks in self._of_states)
 
-    def _room_for_snapshot(self, num_tokens: int) -> bool:
+    def _room_for_snapshot(self) -> bool:
         most = min(group.num_kept for group in self._states)
         if self.index.num_snapshots + self._num_pending < most:
             return True
-        return most > 0 and self.index.evict_snapshot(worth(num_tokens=num_tokens, num_hits=0, age=0))
+        return most > 0 and self.index.evict_snapshot()
 
-    def _list_snapshot(self, held: _Holding, tokens: Sequence[int], position: int, slots: tuple[int, ...]) -> bool:
+    def _list_snapshot(self, held: Holding, tokens: Sequence[int], position: int, slots: tuple[int, ...]) -> bool:
         key = held.chain.key(tokens, position)
-        if self.index.has_snapshot(key):
+        if key in self.index.kept:
             return False
         place, rest = divmod(position, self.tokens_per_block)
         tail = tuple(held.table.blocks[group.name][place] for group in self._rows) if rest else ()
         for blocks, block in zip(self._of_rows if tail else (), tail, strict=True):
             blocks.list(block)
-        snapshot = Snapshot(key, held.chain.at(place), position, slots, tail)
-        self.index.keep(snapshot)
+        # at a branch, two sequences have come past
+        snapshot = Snapshot(key, held.chain.at(place), position, slots, tail, num_uses=2 if position == held.mark else 0)
+        self.index.kept.keep(snapshot, held.last)
         held.kept.append(snapshot)
+        held.last = snapshot
         return True
 
-    def _keep_state(self, held: _Holding, tokens: Sequence[int]) -> None:
+    def _keep_state(self, held: Holding, tokens: Sequence[int]) -> None:
         """The sequence is over: its own slots become the snapshot, nothing is copied."""
-        if self.index.has_snapshot(held.chain.key(tokens, held.num_committed)) or not self._room_for_snapshot(held.num_committed):
+        if held.chain.key(tokens, held.num_committed) in self.index.kept or not self._room_for_snapshot():
             return
         slots = tuple(held.table.blocks[group.name][0] for group in self._states)
         for blocks, slot in zip(self._of_states, slots, strict=True):
             blocks.list(slot)
         self._list_snapshot(held, tokens, held.num_committed, slots)
 
-    def _private(self, held: _Holding) -> dict[str, list[int]]:
+    def _private(self, held: Holding) -> dict[str, list[int]]:
         return {name: [block for block in ids if self._blocks[name].references[block] == 1] for name, ids in held.table.blocks.items()}
-
-
-def _drain(lists: dict[str, list[int]]) -> Mapping[str, tuple[int, ...]]:
-    taken = {name: tuple(dict.fromkeys(ids)) for name, ids in lists.items() if ids}
-    for ids in lists.values():
-        ids.clear()
-    return taken

@@ -1,85 +1,28 @@
-"""Which computed tokens lie where: keys, published blocks, snapshots of states. No tensor, no torch.
-
-A key names a whole prefix: key(i) = BLAKE2b(tokens of block i, keyed with key(i - 1)), 128 bits, starting from a root that holds
-the model's identity and the caller's salt. Equal keys mean equal prefixes, in every process and on every machine.
-"""
+"""Which computed tokens lie where: published blocks and snapshots of states, by the key of the prefix that they end. No tensor, no torch."""
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 
-from firstlight.cache.evict import worth
-
-KEY_BYTES = 16
-
-
-class Chain:
-    """Keys of a sequence's full blocks; grows with the sequence, each token is hashed once."""
-
-    __slots__ = ("_tokens_per_block", "keys", "root")
-
-    def __init__(self, root: bytes, tokens_per_block: int) -> None:
-        self.root = root
-        self.keys: list[bytes] = []
-        self._tokens_per_block = tokens_per_block
-
-    def extend(self, tokens: Sequence[int], num_tokens: int) -> None:
-        """Hash the full blocks among the first `num_tokens` that are not hashed yet."""
-        size, begin = self._tokens_per_block, len(self.keys) * self._tokens_per_block
-        end = num_tokens - num_tokens % size
-        if end <= begin:
-            return
-        packed, key = memoryview(array("I", tokens[begin:end])).cast("B"), self.at(len(self.keys))
-        step = size * array("I").itemsize
-        for offset in range(0, len(packed), step):
-            key = blake2b(packed[offset : offset + step], digest_size=KEY_BYTES, key=key).digest()
-            self.keys.append(key)
-
-    def at(self, num_blocks: int) -> bytes:
-        """The key of the first blocks together; 0 blocks: the root."""
-        return self.keys[num_blocks - 1] if num_blocks else self.root
-
-    def key(self, tokens: Sequence[int], num_tokens: int) -> bytes:
-        """The key of any number of tokens whose full blocks are hashed."""
-        num_blocks, rest = divmod(num_tokens, self._tokens_per_block)
-        return tail_key(self.at(num_blocks), tokens[num_tokens - rest : num_tokens]) if rest else self.at(num_blocks)
-
-
-def root_key(identity: bytes, salt: bytes) -> bytes:
-    """Where the chains of one model and one namespace start."""
-    return blake2b(len(identity).to_bytes(8, "little") + identity + salt, digest_size=KEY_BYTES, person=b"firstlight.root").digest()
-
-
-def tail_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a prefix that ends inside a block."""
-    return blake2b(array("I", tokens).tobytes(), digest_size=KEY_BYTES, key=parent).digest()
+from firstlight.cache.keys import Chain
+from firstlight.cache.snapshots import Snapshot, Snapshots
 
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """A full block of every rows group, published under its key; `num_users` tables hold it."""
+    """A full block of every rows group, published under its key; `num_users` tables hold it.
+
+    `before` is the block before it if every table that holds this one holds that one too; `num_after` counts the other direction.
+    """
 
     key: bytes
     parent: bytes
     blocks: tuple[int, ...]
+    before: Rows | None = None
     num_users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """States after `num_tokens`, never written again; `tail` are the blocks of the rows behind the last full block."""
-
-    key: bytes
-    parent: bytes
-    num_tokens: int
-    slots: tuple[int, ...]
-    tail: tuple[int, ...] = ()
-    num_pins: int = 0
-    num_hits: int = 0
+    num_after: int = 0
     used: int = 0
 
 
@@ -93,6 +36,16 @@ class Match:
     snapshot: Snapshot | None = None
     chain: Chain | None = None
 
+    def limit(self, num_tokens: int) -> str:
+        """Why no more than this can be reused of a prompt."""
+        if self.num_tokens >= num_tokens - 1:
+            return "all but the last token is cached; one token is always computed"
+        if self.num_tokens < self.rows_tokens:
+            return f"rows are cached for {self.rows_tokens} tokens, but no state is kept behind token {self.num_tokens}; the next run keeps one"
+        if not self.rows_tokens:
+            return "nothing with this beginning is cached in this namespace"
+        return f"what follows token {self.num_tokens} has not been computed yet, or was evicted"
+
 
 @dataclass(slots=True)
 class Counts:
@@ -101,22 +54,25 @@ class Counts:
     evicted_rows: int = 0
     evicted_snapshots: int = 0
     withdrawn: int = 0
+    adopted_rows: int = 0
 
 
 class PrefixIndex:
-    """Content by key. It holds one reference on each block it lists and calls `drop(kind, blocks)` when it lets go."""
+    """Content by key. It holds one reference on each block it lists and calls `drop(kind, blocks)` when it lets go.
+
+    Rows go in the order of their last use, the end of a path before its beginning; snapshots go by what they are worth.
+    """
 
     def __init__(self, *, tokens_per_block: int, num_rows_groups: int, num_state_groups: int, drop: Callable[[str, tuple[int, ...]], None]) -> None:
         self.tokens_per_block = tokens_per_block
         self.counts = Counts()
+        self.kept = Snapshots(tokens_per_block, drop)
         self._has_rows, self._has_states = num_rows_groups > 0, num_state_groups > 0
         self._drop = drop
         self._rows: dict[bytes, Rows] = {}
-        self._snapshots: dict[bytes, Snapshot] = {}
-        self._tails: dict[bytes, dict[int, int]] = {}
-        self._idle: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # nobody's blocks, least recently used first
-        self._pinned: set[Snapshot] = set()
+        self._idle: list[tuple[int, int, Rows]] = []  # a heap of ends that no table holds; entries may be out of date
         self._clock = 0
+        self._num_pushes = 0
 
     @property
     def num_rows(self) -> int:
@@ -124,28 +80,28 @@ class PrefixIndex:
         return len(self._rows)
 
     @property
+    def num_snapshots(self) -> int:
+        """Snapshots that can be found."""
+        return len(self.kept)
+
+    @property
     def num_pinned(self) -> int:
         """Snapshots that are being copied."""
-        return len(self._pinned)
+        return len(self.kept.pinned)
 
     @property
     def num_pinned_tails(self) -> int:
         """Those among them that hold rows behind the last full block."""
-        return sum(1 for snapshot in self._pinned if snapshot.tail)
+        return sum(1 for snapshot in self.kept.pinned if snapshot.tail)
 
     def holdings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(kind, blocks) of every reference that the index holds; a snapshot forgotten while it is copied still counts."""
         for rows in self._rows.values():
             yield "rows", rows.blocks
-        for snapshot in {*self._snapshots.values(), *self._pinned}:
+        for snapshot in {*self.kept, *self.kept.pinned}:
             yield "state", snapshot.slots
             if snapshot.tail:
                 yield "rows", snapshot.tail
-
-    @property
-    def num_snapshots(self) -> int:
-        """Snapshots kept."""
-        return len(self._snapshots)
 
     def rows(self) -> Iterator[Rows]:
         """All published full blocks."""
@@ -153,7 +109,11 @@ class PrefixIndex:
 
     def snapshots(self) -> Iterator[Snapshot]:
         """All snapshots that can be found."""
-        yield from self._snapshots.values()
+        yield from self.kept
+
+    def has_rows(self, key: bytes) -> bool:
+        """Whether a full block is published under this key."""
+        return key in self._rows
 
     def match(self, chain: Chain, tokens: Sequence[int], limit: int) -> Match:
         """The longest prefix of at most `limit` tokens that all groups can resume from; changes nothing but the chain."""
@@ -163,7 +123,7 @@ class PrefixIndex:
         covered = depth * self.tokens_per_block
         if not self._has_states:
             return Match(covered, covered, rows[:depth], None, chain)
-        found = next(self._resumable(chain, tokens, depth, limit), None)
+        found = next(self.kept.on_path(chain, tokens, depth, limit), None)
         if found is None:
             return Match(0, covered, (), None, chain)
         return Match(found.num_tokens, max(covered, found.num_tokens), rows[: found.num_tokens // self.tokens_per_block], found, chain)
@@ -175,107 +135,67 @@ class PrefixIndex:
                 return
             yield rows
 
-    def _resumable(self, chain: Chain, tokens: Sequence[int], depth: int, limit: int) -> Iterator[Snapshot]:
-        """Snapshots on the path, the longest first."""
-        for num_blocks in range(depth, -1, -1):
-            parent, begin = chain.at(num_blocks), num_blocks * self.tokens_per_block
-            for rest in sorted(self._tails.get(parent, ()), reverse=True):
-                if begin + rest <= limit:
-                    found = self._snapshots.get(tail_key(parent, tokens[begin : begin + rest]))
-                    if found is not None:
-                        yield found
-            if num_blocks and parent in self._snapshots:
-                yield self._snapshots[parent]
-
     def holds(self, match: Match) -> bool:
         """Whether everything that was matched can still be found."""
-        snapshot = match.snapshot
-        listed = snapshot is None or self._snapshots.get(snapshot.key) is snapshot
+        listed = match.snapshot is None or self.kept.lists(match.snapshot)
         return listed and all(self._rows.get(rows.key) is rows for rows in match.rows)
 
     def take(self, match: Match) -> None:
         """A table now holds what was matched: it cannot be evicted until given back."""
         for rows in match.rows:
-            self._use(rows)
+            rows.num_users += 1
         if match.snapshot is not None:
-            match.snapshot.num_pins += 1
-            self._pinned.add(match.snapshot)
-            match.snapshot.num_hits += 1
-            self._touch(match.snapshot)
+            self.kept.pin(match.snapshot)
 
-    def unpin(self, snapshot: Snapshot) -> None:
-        """The copy out of a snapshot is done; one that was forgotten meanwhile goes now."""
-        snapshot.num_pins -= 1
-        if snapshot.num_pins == 0:
-            self._pinned.discard(snapshot)
-        if self._snapshots.get(snapshot.key) is snapshot:
-            self._touch(snapshot)
-        elif snapshot.num_pins == 0:
-            self._let_go(snapshot)
-
-    def publish(self, key: bytes, parent: bytes, blocks: tuple[int, ...]) -> Rows | None:
-        """List a full block that a table holds; None when the prefix is known already, the block stays the table's own."""
-        if key in self._rows:
+    def publish(self, key: bytes, parent: bytes, blocks: tuple[int, ...], before: Rows | None = None, *, num_users: int = 1) -> Rows | None:
+        """List a full block; None when the prefix is known already. `before` is what the same table holds of the block before, if listed."""
+        known = self._rows.get(key)
+        if known is not None:
+            # computed a second time, which would not have been needed a step later: that counts as a use
+            self._clock += 1
+            known.used = self._clock
+            self._offer(known)
             return None
-        rows = self._rows[key] = Rows(key, parent, blocks, 1)
+        linked = before if before is not None and before.key == parent and self._rows.get(parent) is before else None
+        rows = self._rows[key] = Rows(key, parent, blocks, linked, num_users)
+        if linked is not None:
+            linked.num_after += 1
         return rows
 
     def give_back(self, rows: Sequence[Rows]) -> None:
-        """A table lets go of published blocks; the deepest become the first to be evicted."""
+        """A table lets go of published blocks."""
+        self._clock += 1
         for each in reversed(rows):
             each.num_users -= 1
-            if each.num_users == 0 and self._rows.get(each.key) is each:
-                self._idle[("rows", each.key)] = None
-                self._idle.move_to_end(("rows", each.key))
+            each.used = self._clock
+            self._offer(each)
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """List a snapshot; its key must not be listed yet."""
-        assert snapshot.key not in self._snapshots, "a snapshot is listed twice"
-        self._snapshots[snapshot.key] = snapshot
-        rest = snapshot.num_tokens % self.tokens_per_block
-        if rest:
-            counts = self._tails.setdefault(snapshot.parent, {})
-            counts[rest] = counts.get(rest, 0) + 1
-        self._touch(snapshot)
-
-    def has_snapshot(self, key: bytes) -> bool:
-        """Whether the state after this prefix is kept."""
-        return key in self._snapshots
-
-    def refresh(self, match: Match) -> None:
-        """What was matched counts as used now, its end before its beginning."""
-        for rows in reversed(match.rows):
-            if rows.num_users == 0:
-                self._idle.move_to_end(("rows", rows.key))
+    def adopt(self, key: bytes, parent: bytes, blocks: tuple[int, ...]) -> None:
+        """List a full block that no table holds, as used now."""
+        rows = self.publish(key, parent, blocks, self._rows.get(parent), num_users=0)
+        assert rows is not None, "a block is listed twice"
+        self._clock += 1
+        rows.used = self._clock
+        self._offer(rows)
+        self.counts.adopted_rows += 1
 
     def evict_rows(self) -> bool:
-        """Let go of the least recently used thing that may free rows; False: nothing is left."""
-        for kind, key in self._idle:
-            if kind == "rows":
-                self._forget_rows(self._rows[key])
+        """Let go of the end of the least recently used path, or else of a snapshot that holds rows; False: nothing is left."""
+        while self._idle:
+            used, _, rows = heappop(self._idle)
+            if self._rows.get(rows.key) is rows and not rows.num_users and not rows.num_after and rows.used == used:
+                # whoever stands on this block cannot be resumed from without it
+                for snapshot in self.kept.at(rows.key):
+                    self.kept.forget(snapshot)
+                    self.counts.evicted_snapshots += 1
+                self._forget_rows(rows)
                 self.counts.evicted_rows += 1
                 return True
-            if self._snapshots[key].num_pins == 0:
-                self._forget(self._snapshots[key])
-                self.counts.evicted_snapshots += 1
-                return True
-        return False
+        return self._count(self.kept.evict_tail())
 
-    def evict_snapshot(self, at_most: float | None = None) -> bool:
-        """Let go of the least valuable snapshot that is not being copied; False: there is none, or none worth less than `at_most`."""
-        candidates = [snapshot for snapshot in self._snapshots.values() if snapshot.num_pins == 0]
-        if not candidates:
-            return False
-        least = min(candidates, key=self.worth)
-        if at_most is not None and self.worth(least) >= at_most:
-            return False
-        self._forget(least)
-        self.counts.evicted_snapshots += 1
-        return True
-
-    def worth(self, snapshot: Snapshot) -> float:
-        """The value of a snapshot now."""
-        return worth(num_tokens=snapshot.num_tokens, num_hits=snapshot.num_hits, age=self._clock - snapshot.used)
+    def evict_snapshot(self) -> bool:
+        """Let go of the least valuable snapshot; False: there is none that is not being copied."""
+        return self._count(self.kept.evict())
 
     def withdraw(self, rows: Sequence[Rows], snapshots: Sequence[Snapshot]) -> None:
         """Nobody may find these any more: their content is in doubt. Tables that hold the blocks keep them."""
@@ -284,60 +204,50 @@ class PrefixIndex:
                 self._forget_rows(each)
                 self.counts.withdrawn += 1
         for snapshot in snapshots:
-            if self._snapshots.get(snapshot.key) is snapshot:
-                self._forget(snapshot)
+            if self.kept.lists(snapshot):
+                self.kept.forget(snapshot)
                 self.counts.withdrawn += 1
 
     def clear(self) -> None:
         """Forget everything; blocks that tables hold stay theirs, snapshots being copied live until the copy is done."""
         for rows in list(self._rows.values()):
             self._forget_rows(rows)
-        for snapshot in list(self._snapshots.values()):
-            self._forget(snapshot)
+        for snapshot in list(self.kept):
+            self.kept.forget(snapshot)
 
     def waste(self) -> int:
-        """Published blocks from which nobody can resume: no snapshot stands at or behind them on their path."""
+        """Published blocks from which nobody can resume: no snapshot whose rows are all there stands at or behind them on their path."""
         if not self._has_states:
             return 0
         reachable: set[bytes] = set()
-        for snapshot in self._snapshots.values():
-            key = snapshot.parent
+        for snapshot in self.kept:
+            path, key = [], snapshot.parent
             while key in self._rows and key not in reachable:
-                reachable.add(key)
+                path.append(key)
                 key = self._rows[key].parent
+            if key in reachable or len(path) == snapshot.num_tokens // self.tokens_per_block:
+                reachable.update(path)
         return len(self._rows) - len(reachable)
 
-    def _use(self, rows: Rows) -> None:
-        rows.num_users += 1
-        self._idle.pop(("rows", rows.key), None)
+    def _count(self, evicted: bool) -> bool:
+        self.counts.evicted_snapshots += evicted
+        return evicted
 
-    def _touch(self, snapshot: Snapshot) -> None:
-        self._clock += 1
-        snapshot.used = self._clock
-        if self._snapshots.get(snapshot.key) is snapshot:
-            self._idle[("snapshot", snapshot.key)] = None
-            self._idle.move_to_end(("snapshot", snapshot.key))
+    def _offer(self, rows: Rows) -> None:
+        """Put a block in line for eviction if it may go; what goes on behind it goes first."""
+        if rows.num_users or rows.num_after or self._rows.get(rows.key) is not rows:
+            return
+        self._num_pushes += 1
+        heappush(self._idle, (rows.used, self._num_pushes, rows))
+        if len(self._idle) > 2 * len(self._rows) + 64:
+            latest = {entry[2].key: entry for entry in self._idle if entry[2].used == entry[0] and self._rows.get(entry[2].key) is entry[2]}
+            self._idle = list(latest.values())
+            heapify(self._idle)
 
     def _forget_rows(self, rows: Rows) -> None:
         del self._rows[rows.key]
-        self._idle.pop(("rows", rows.key), None)
+        if rows.before is not None:
+            rows.before.num_after -= 1
+            self._offer(rows.before)
+            rows.before = None
         self._drop("rows", rows.blocks)
-
-    def _forget(self, snapshot: Snapshot) -> None:
-        del self._snapshots[snapshot.key]
-        self._idle.pop(("snapshot", snapshot.key), None)
-        rest = snapshot.num_tokens % self.tokens_per_block
-        if rest:
-            counts = self._tails[snapshot.parent]
-            counts[rest] -= 1
-            if not counts[rest]:
-                del counts[rest]
-            if not counts:
-                del self._tails[snapshot.parent]
-        if snapshot.num_pins == 0:
-            self._let_go(snapshot)
-
-    def _let_go(self, snapshot: Snapshot) -> None:
-        self._drop("state", snapshot.slots)
-        if snapshot.tail:
-            self._drop("rows", snapshot.tail)

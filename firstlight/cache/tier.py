@@ -1,33 +1,42 @@
-"""A place below the cache that keeps blocks as bytes under their keys and knows no tokens. No torch."""
+"""A place beside the device where blocks can go and come back: host memory, a disk, another machine. It knows no tokens. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class BlockKey(NamedTuple):
+    """Content of one group under the key of its prefix. The key holds the model's identity, so models may share a tier."""
+
+    group: str
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How full a tier is."""
+    """What a tier holds; `capacity_bytes` None: as much as fits."""
 
     num_blocks: int
-    used_bytes: int
-    total_bytes: int | None
+    num_bytes: int
+    capacity_bytes: int | None = None
 
 
 class CacheTier(Protocol):
-    """Host memory, a disk, another machine. Keys come from the prefix index; one key and group name one content for ever."""
+    """Four verbs. A tier may lose anything at any time, but never gives back what was not put; what it gives is checked by its reader."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """For counters and reports."""
 
-    def put(self, key: bytes, group: str, block: bytes) -> None:
-        """Keep a block, or not: a tier may forget at any time."""
+    def put(self, key: BlockKey, blob: bytes) -> bool:
+        """Take a block as bytes; False: it is full or out of order, and what it held is as before."""
 
-    def get(self, key: bytes, group: str) -> bytes | None:
-        """The bytes of a block; None: absent."""
+    def get(self, key: BlockKey) -> bytes | None:
+        """The bytes of a block; None: they are not here."""
 
-    def discard(self, key: bytes, group: str) -> None:
-        """Forget a block; unknown ones are fine."""
+    def discard(self, key: BlockKey) -> None:
+        """Forget a block; no-op for an unknown one."""
 
     def usage(self) -> Usage:
-        """How much is kept."""
+        """How full it is."""

@@ -105,10 +105,10 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
     groups = split(
         spec, cache_bytes=_cache_bytes(spec, options), tokens_per_block=options.tokens_per_block,
         max_sequences=options.max_sequences, max_context=spec.max_context, prefix_cache=options.prefix_cache)
-    name = identity(spec, checkpoint.fingerprint())
-    pool = CachePool(spec, groups, device=options.device, poison=options.poison_freed, identity=name)
+    same = identity(spec, checkpoint.fingerprint())
+    pool = CachePool(spec, groups, device=options.device, poison=options.poison_freed, identity=same)
     cache = CacheManager(
-        groups, identity=name, prefix_cache=options.prefix_cache,
+        groups, identity=same, prefix_cache=options.prefix_cache,
         snapshot_tokens=options.snapshot_tokens if isinstance(options.snapshot_tokens, int) else 0)
     runner = TorchRunner(decoder, pool, Sampler(options.seed), device=options.device)
     limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)

@@ -151,11 +151,12 @@ class LLM:
         self._up.cache.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators."""
+        """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators, unusable blocks from outside."""
         machine = self._up
         return {
             "groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks,
             "prefix": machine.cache.prefix_counts(), "canary": None if machine.engine.canary is None else machine.engine.canary.counts(),
+            "unusable_blocks": dict(machine.pool.unusable),
         }
 
     def close(self) -> None:

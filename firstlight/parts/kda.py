@@ -72,7 +72,7 @@ class Kda:
                 TensorSpec("conv_q", (window, self.width_k), self.dtype),
                 TensorSpec("conv_k", (window, self.width_k), self.dtype),
                 TensorSpec("conv_v", (window, self.width_v), self.dtype),
-            )),
+            ), layout="HKV WD WD WD"),
         )
 
     def linears(self) -> Sequence[tuple[int, int]]:

@@ -69,7 +69,7 @@ class Mla:
 
     def cache(self) -> Sequence[CacheSpec]:
         """The normed latent and the shared rope key, side by side."""
-        return (CacheSpec("mla", "rows", (TensorSpec("latent", (self.row_width,), self.dtype),), tokens_per_block=16),)
+        return (CacheSpec("mla", "rows", (TensorSpec("latent", (self.row_width,), self.dtype),), tokens_per_block=16, layout="L"),)
 
     def ops(self) -> Sequence[OpUse]:
         """Products, norms on the latents, rotation if any, attention."""

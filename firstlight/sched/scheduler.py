@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from firstlight.cache.blocks import BlockTable
-from firstlight.cache.manager import CacheManager, Prefix
+from firstlight.cache.holding import Prefix
+from firstlight.cache.manager import CacheManager
 from firstlight.sched.budget import StepPlan
 from firstlight.sched.policy import Policy, by_priority
 from firstlight.sched.queue import WaitingQueue

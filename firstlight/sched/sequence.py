@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from firstlight.cache.blocks import BlockTable, Transfer
-from firstlight.cache.prefix import Chain
+from firstlight.cache.keys import Chain
 from firstlight.spec.sampling import SamplingParams
 
 
@@ -33,6 +33,7 @@ class Sequence:
     """The tokens of one request; the only mutable thing that the loop passes around.
 
     `num_computed` catches up with `len(tokens)`: that is the one rule of scheduling. `queued_s`: since when it waits, arrival or preemption.
+    `chain`: keys of its blocks, kept while it waits.
     """
 
     seq_id: int
@@ -54,8 +55,8 @@ class Sequence:
     watched: bool = False
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    chain: Chain | None = None
     queued_s: float = 0.0
+    chain: Chain | None = None
 
     @property
     def num_generated(self) -> int:

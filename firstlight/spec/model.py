@@ -40,7 +40,8 @@ class TensorSpec:
 class CacheSpec:
     """What one layer remembers: `rows` grow by one per token, a `state` has one fixed size per sequence.
 
-    The shape of a rows field is per token, the shape of a state field is per sequence.
+    The shape of a rows field is per token, the shape of a state field is per sequence. `layout` names the dims of the fields, a word each:
+    two sides that agree on it read the same numbers.
     """
 
     group: str
@@ -48,6 +49,7 @@ class CacheSpec:
     fields: tuple[TensorSpec, ...]
     tokens_per_block: int = 1
     window: int | None = None
+    layout: str = ""
 
     @property
     def num_bytes(self) -> int:

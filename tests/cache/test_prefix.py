@@ -148,7 +148,7 @@ def test_controls_do_not_hit() -> None:
 
 def test_keys_do_not_depend_on_the_process() -> None:
     code = (
-        "from firstlight.cache.prefix import Chain, root_key; c = Chain(root_key(b'model', b'salt'), 4); t = list(range(18)); "
+        "from firstlight.cache.keys import Chain, root_key; c = Chain(root_key(b'model', b'salt'), 4); t = list(range(18)); "
         "c.extend(t, 18); print([k.hex() for k in c.keys], c.key(t, 18).hex())")
     runs = [
         subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True,
