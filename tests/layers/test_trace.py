@@ -90,13 +90,13 @@ def bf16_errors(folder: Path, ids: list[int]) -> dict[str, float]:
                 outputs[name] = output.clone()
         return hook
 
-    with LLM(folder, dtype="float32", cache_bytes=4_000_000, max_sequences=2) as llm:
+    with LLM(folder, dtype="float32", cache_bytes=4_000_000, max_sequences=2, prefix_cache=False) as llm:
         decoder = llm.machine.runner.decoder  # type: ignore[union-attr]
         for name, module in decoder.named_modules():
             if name and not list(module.children()) and name != "embed":
                 module.register_forward_hook(keep(name))
         llm.logits(ids)
-    with LLM(folder, dtype="bfloat16", cache_bytes=4_000_000, max_sequences=2) as llm, torch.inference_mode():
+    with LLM(folder, dtype="bfloat16", cache_bytes=4_000_000, max_sequences=2, prefix_cache=False) as llm, torch.inference_mode():
         decoder = llm.machine.runner.decoder  # type: ignore[union-attr]
         found = {}
         for name, args in inputs.items():
