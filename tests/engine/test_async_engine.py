@@ -418,10 +418,10 @@ def test_closing_cancels() -> None:
 
 def test_an_error_in_the_block_cancels() -> None:
     async def work() -> None:
-        world = World(num_blocks=2000)
+        world = World(num_blocks=50_000)
         with pytest.raises(KeyError):
             async with AsyncEngine(world.engine) as engine:
-                task = asyncio.ensure_future(collected(engine, prompt(1, 9), 10**3))
+                task = asyncio.ensure_future(collected(engine, prompt(1, 9), 10**5))
                 await until(lambda: engine.num_steps > 3)
                 raise KeyError
         assert "abort" == (await task)[-1].finish
