@@ -7,6 +7,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import pytest
+
 from firstlight.cache.blocks import Group
 from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimRunner, VirtualClock
@@ -61,12 +63,14 @@ def calls(context: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_of_64_sequences_takes_at_most_2_ms() -> None:
     scheduler, runner = decoding(20_000)
     times = sorted(step(scheduler, runner) for _ in range(NUM_STEPS))
     assert times[len(times) // 2] <= 2e-3, f"median {times[len(times) // 2] * 1e3:.2f} ms"
 
 
+@pytest.mark.slow
 def test_letting_64_sequences_in_takes_at_most_4_ms() -> None:
     """The most that a single step can have to do."""
     best = 1.0
@@ -86,6 +90,7 @@ def test_the_work_of_a_step_is_flat_in_context() -> None:
     assert abs(long - short) <= 0.02 * short, f"{short} calls at 1k, {long} at 32k"
 
 
+@pytest.mark.slow
 def test_new_blocks_cost_the_same_however_many_there_are() -> None:
     """Amortised: 10,000 blocks one by one in a table of 100,000 take no longer than in an empty one."""
 
