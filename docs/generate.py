@@ -63,7 +63,23 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"operators.md": operators, "errors.md": errors, "cli.md": commands}
+def python() -> str:
+    """Every public name of `firstlight`, with what its methods say of themselves."""
+    import firstlight
+
+    lines = ["# Python", "", "What `import firstlight` offers; each name is imported when it is first asked for."]
+    for name in firstlight.__all__:
+        item = getattr(firstlight, name)
+        if not inspect.isclass(item):
+            continue
+        lines += ["", f"## {name}", "", "```python", _call(name, item), "```", "", inspect.getdoc(item) or ""]
+        for member, found in vars(item).items():
+            if not member.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
+                lines += ["", f"### {name}.{member}", "", *_member(member, found)]
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"operators.md": operators, "errors.md": errors, "cli.md": commands, "python.md": python}
 
 
 def stale() -> list[str]:
@@ -79,6 +95,40 @@ def main(arguments: list[str]) -> int:
         if "--check" not in arguments:
             (FOLDER / name).write_text(MARK + PAGES[name](), encoding="utf-8")
     return 1 if found and "--check" in arguments else 0
+
+
+def _call(name: str, function: Any) -> str:
+    """A call with its parameters, a line each where they are many."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return name
+    parts = [str(parameter.replace(annotation=_shown(parameter.annotation))) for key, parameter in signature.parameters.items() if key != "self"]
+    keywords = next((at for at, each in enumerate(signature.parameters.values()) if each.kind is inspect.Parameter.KEYWORD_ONLY), None)
+    if keywords is not None:
+        parts.insert(keywords - ("self" in signature.parameters), "*")
+    joined = ", ".join(parts)
+    if len(joined) > 100:
+        joined = "\n" + "".join(f"    {part},\n" for part in parts)
+    returned = "" if inspect.isclass(function) or signature.return_annotation is signature.empty else f" -> {_shown(signature.return_annotation)}"
+    return f"{name}({joined}){returned}"
+
+
+def _shown(annotation: Any) -> Any:
+    """A type as its author wrote it, without quotes."""
+    return _Plain(annotation) if isinstance(annotation, str) else annotation
+
+
+class _Plain(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _member(name: str, found: Any) -> list[str]:
+    said = inspect.getdoc(found) or ""
+    return [said] if isinstance(found, property) else ["```python", _call(name, found), "```", "", said]
 
 
 def _walk(app: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:

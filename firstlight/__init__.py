@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from firstlight.engine.async_engine import AsyncEngine
-    from firstlight.engine.llm import LLM
+    from firstlight.engine.llm import LLM, Output
     from firstlight.engine.loop import Engine
     from firstlight.sched.sequence import Priority
     from firstlight.spec.errors import FirstlightError
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "LLM", "Engine", "AsyncEngine", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__",
+    "LLM", "Output", "Engine", "AsyncEngine", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__",
 ]
 
 _HOMES = {
     "LLM": "firstlight.engine.llm",
+    "Output": "firstlight.engine.llm",
     "Engine": "firstlight.engine.loop",
     "AsyncEngine": "firstlight.engine.async_engine",
     "SamplingParams": "firstlight.spec.sampling",

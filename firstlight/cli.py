@@ -238,7 +238,8 @@ class _Run:
     def _take(self, event: Event, detokenizer: Detokenizer | None) -> str:
         """Enter an event and give the text that it makes final; the token that ends a text is not part of it."""
         if event.error is not None:
-            raise RequestError(f"generation ended after {len(self.tokens)} tokens: {event.error}", "Check the checkpoint with `firstlight align`.")
+            fact = f"generation ended after {len(self.tokens)} tokens: {event.error}"
+            raise RequestError(fact, "Compare the checkpoint with the published one, or use --dtype float32.")
         piece = ""
         if event.token is not None:
             self.times_s.append(time.perf_counter())

@@ -280,7 +280,7 @@ def test_standard_input_that_is_no_text(say: Say) -> None:
 def test_a_sequence_that_fails(say: Say) -> None:
     run = say([*b"abcdef"], "--prompt", "a", "--json", error="logits at position 3 are not finite")
     assert (2, "", True) == (run.code, run.out, run.llm.closed)
-    assert "generation ended after 2 tokens: logits at position 3 are not finite. Check the checkpoint" in run.err
+    assert "generation ended after 2 tokens: logits at position 3 are not finite. Compare the checkpoint" in run.err
 
 
 # A process of its own.

@@ -38,7 +38,7 @@ def test_generated_pages_are_committed(name: str) -> None:
 
 
 def test_every_generated_page_is_checked() -> None:
-    assert {"operators.md", "errors.md", "cli.md"} == set(generator().PAGES)
+    assert {"operators.md", "errors.md", "cli.md", "python.md"} == set(generator().PAGES)
 
 
 def run(arguments: list[str], folder: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -45,7 +45,23 @@ class Output:
 
 
 class LLM:
-    """One model on this machine. Arguments are those of Options; `model` is a folder or "default"."""
+    """One model on this machine; use it in a `with` block, or close it.
+
+    - `model`: a folder with config.json, *.safetensors and tokenizer files (without those, prompts are token ids), or "default".
+    - `dtype`: "auto" is the checkpoint's; "float32" and "bfloat16" convert what the policy of the model does not keep as it is.
+    - `backends`: names in order of preference; None is all that are ready, references last.
+    - `seed`: what requests without a seed of their own draw from; the same calls in the same order give the same tokens.
+    - `cache_bytes`: memory of all cache groups together; None takes a quarter of the free memory at most. `tokens_per_block`: rows of a block.
+    - `max_step_tokens`, `chunk_tokens`, `max_sequences`: tokens in a step, of one prompt in a step, sequences in a step, each at most.
+    - `max_context`: tokens of prompt and answer at most; None is what the model was made for.
+    - `prefix_cache`, `snapshot_tokens`: whether prompts resume from what is cached; a grid for states beside prompt ends and branches.
+    - `verify_hits`: the share of hits that is computed again without the cache, 0 to 1; a wrong one turns the cache off.
+    - `poison_freed`: fill freed and fresh cache memory with NaN. `allow_unread`: run although config keys were not understood.
+    - `progress`: told how many tensors of how many are loaded.
+
+    Raises: ConfigError, CheckpointError, CoverageError, CapacityError for what cannot run, before any cache is allocated.
+    Note: in bfloat16 two ways to cut a prompt round differently; equalities hold to the last digits in float32.
+    """
 
     def __init__(
         self, model: str | os.PathLike[str] = "default", *, device: str = "cpu", dtype: str = "auto", backends: Sequence[str] | None = None,
@@ -116,12 +132,10 @@ class LLM:
         """
         if images:
             raise RequestError(f"{len(images)} images were given, this version reads text only", "Leave images out.")
-        split = tuple(chunks or ())
-        if split and (min(split) < 1 or (sum(split) != len(tokens) and not cached)):
-            fact = f"chunks {list(split)} sum to {sum(split)} for {len(tokens)} tokens"
-            raise RequestError(fact, "Give positive sizes that sum to the number of tokens.")
+        ids = self.tokens_of(tokens)
+        split = _split(chunks, len(ids), exact=not cached)
         engine, events = self.engine, list[Event]()
-        seq_id = engine.submit(list(tokens), SamplingParams(max_tokens=1), salt=salt, collect=True, cold=not cached, split=split)
+        seq_id = engine.submit(ids, SamplingParams(max_tokens=1), salt=salt, collect=True, cold=not cached, split=split)
         engine.claim(seq_id, events)
         try:
             while not events or events[-1].finish is None:
@@ -130,8 +144,8 @@ class LLM:
             engine.abandon([seq_id])
             raise
         if events[-1].error is not None:
-            fact = f"logits of {len(tokens)} tokens failed: {events[-1].error}"
-            raise RequestError(fact, "Check the checkpoint with `firstlight align`.")
+            fact = f"logits of {len(ids)} tokens failed: {events[-1].error}"
+            raise RequestError(fact, "Compare the checkpoint with the published one, or use dtype='float32'.")
         rows: list[tuple[int, Tensor]] = []
         for event in events:
             if event.logits is not None:
@@ -139,7 +153,7 @@ class LLM:
                 rows = [(begin, found) for begin, found in rows if begin < event.begin]
                 rows.append((event.begin, event.logits))
         first = rows[0][0]
-        found_TV = torch.cat([found[: after - begin] for (begin, found), after in zip(rows, [*(b for b, _ in rows[1:]), len(tokens)], strict=True)])
+        found_TV = torch.cat([found[: after - begin] for (begin, found), after in zip(rows, [*(b for b, _ in rows[1:]), len(ids)], strict=True)])
         return (found_TV, first) if cached else found_TV
 
     def explain(self, prompt: Prompt, *, salt: str | None = None) -> dict[str, Any]:
@@ -287,6 +301,18 @@ def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], events: list[Event], 
         events.clear()
         if progress is not None:
             progress(num_done, total)
+
+
+def _split(chunks: Any, num_tokens: int, *, exact: bool) -> tuple[int, ...]:
+    """The forced sizes of chunks; `exact`: they must cover the prompt."""
+    try:
+        split = tuple(map(index, () if chunks is None else chunks))
+    except TypeError:
+        raise RequestError(f"chunks are {reprlib.repr(chunks)}", "Give a list of whole numbers, as in [3, 1, 7].") from None
+    if split and (min(split) < 1 or (exact and sum(split) != num_tokens)):
+        fact = f"chunks {list(split)} sum to {sum(split)} for {num_tokens} tokens"
+        raise RequestError(fact, "Give positive sizes that sum to the number of tokens.")
+    return split
 
 
 def _names(backends: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -147,10 +147,11 @@ def _mla(config: ConfigReader, dim: int, dtype: str) -> Mla:
 
 def _activation(config: ConfigReader) -> Activation:
     kind = str(config.expect("hidden_act", ("silu", "situ"), "Add the activation to ops/activation.py.", "silu"))
-    beta, linear_beta = config.take("activation_situ_beta", float, None), config.take("activation_situ_linear_beta", float, None)
-    if kind == "silu":
-        return Activation("silu")
-    return Activation("situ", beta or 1.0, linear_beta)
+    beta = config.above_zero("activation_situ_beta", 1.0)
+    linear_beta = config.take("activation_situ_linear_beta", float, None)
+    if linear_beta is not None:
+        linear_beta = config.above_zero("activation_situ_linear_beta", 1.0)
+    return Activation("silu") if kind == "silu" else Activation("situ", beta, linear_beta)
 
 
 def _either(config: ConfigReader, *keys: str) -> str:

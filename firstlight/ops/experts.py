@@ -14,6 +14,7 @@ from torch import Tensor
 
 from firstlight.ops.activation import Kind, activation
 from firstlight.ops.case import DTYPES, Case, normal
+from firstlight.ops.linear import linear
 from firstlight.ops.mxfp4_unpack import GROUP_COLUMNS, mxfp4_unpack
 from firstlight.spec.model import OpUse
 
@@ -67,8 +68,8 @@ def experts(
         gate_ID, up_ID, down_DI = bank.dense(expert, x_TD.dtype)
         token, choice = torch.where(ids_TX == expert)
         x_PD = x_TD[token]
-        hidden_PI = activation(x_PD @ gate_ID.T, x_PD @ up_ID.T, kind=kind, beta=beta, linear_beta=linear_beta)
-        out_PD = (hidden_PI @ down_DI.T).float()
+        hidden_PI = activation(linear(x_PD, gate_ID), linear(x_PD, up_ID), kind=kind, beta=beta, linear_beta=linear_beta)
+        out_PD = linear(hidden_PI, down_DI).float()
         y_TD.index_add_(0, token, weights_TX[token, choice].float()[:, None] * out_PD)
     return y_TD.to(x_TD.dtype)
 

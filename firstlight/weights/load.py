@@ -79,7 +79,7 @@ def _refuse_too_large(plan: Plan, memory_bytes: int | None) -> None:
     need = plan.report.memory_bytes
     if free is not None and need > free:
         raise CapacityError(
-            f"the parameters need {need:,} bytes ({need / 2**30:.1f} GiB) of memory, {free:,} bytes ({free / 2**30:.1f} GiB) are available",
+            f"the parameters need {need:,} bytes of memory, {free:,} bytes are available",
             "Use a machine with more memory, a smaller model, or dtype='auto' instead of 'float32'.")
 
 

@@ -273,6 +273,7 @@ def test_logits_return_when_they_are_there(llm: LLM, alone: list[list[int]]) -> 
 
 @pytest.mark.parametrize(("tokens", "given", "said"), [
     ([], {}, "no tokens"), ([512], {}, "512"), ([1, 2], {"chunks": [1]}, "sum to 1"), ([1, 2], {"chunks": [3, -1]}, "positive"),
+    ([1, 2], {"chunks": "ab"}, "whole numbers"), ([1, 2], {"chunks": [1.5]}, "whole numbers"), ([1, 2], {"chunks": 2}, "whole numbers"),
     ([1, 2], {"images": [b""]}, "1 images"), ([1] * 10**5, {}, "context|needs")], ids=lambda item: str(item)[:20])
 def test_invalid_logits(llm: LLM, tokens: list[int], given: dict[str, Any], said: str) -> None:
     with pytest.raises(FirstlightError, match=said):
@@ -311,7 +312,7 @@ def test_stats(llm: LLM) -> None:
 def test_a_text_ends_before_its_stop_string() -> None:
     """The engine stops as well, the hand hears nothing of it, and tokens up to the match are returned."""
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    with LLM(cache_bytes=2_000_000, max_sequences=3) as llm:
+    with LLM(dtype="float32", cache_bytes=2_000_000, max_sequences=3) as llm:
         whole = llm.generate("The first light", params)[0]
         assert whole.text is not None and len(whole.text) > 12
         stop = whole.text[5:8]

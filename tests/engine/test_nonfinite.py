@@ -257,7 +257,7 @@ def test_logits_say_why(model: tuple[Path, list[list[int]]], crowd: LLM) -> None
     assert crowd.machine is not None
     beside = crowd.engine.submit(PROMPTS[0], GREEDY)
     crowd.engine.runner = spoiler(crowd, beside + 1, 9, (0, "mixer", NAN))
-    with pytest.raises(RequestError, match=r"logits of 29 tokens failed: logits at position 15 are not finite\. Check the checkpoint"):
+    with pytest.raises(RequestError, match=r"logits of 29 tokens failed: logits at position 15 are not finite\. Compare the checkpoint"):
         crowd.logits(PROMPTS[VICTIM])
     crowd.engine.runner = crowd.machine.runner
     tokens = []

@@ -126,6 +126,15 @@ LINEAR_CHANGES: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("key", ["activation_situ_beta", "activation_situ_linear_beta"])
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_bound_of_situ_is_above_zero(key: str, value: float) -> None:
+    changed = copy.deepcopy(K3)
+    changed["text_config"][key] = value
+    with pytest.raises(ConfigError, match=key):
+        read(changed)
+
+
 @pytest.mark.parametrize(("key", "value"), TEXT_CHANGES)
 def test_every_text_field_matters(k3: ModelFile, key: str, value: Any) -> None:
     changed = copy.deepcopy(K3)

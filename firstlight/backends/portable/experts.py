@@ -8,6 +8,7 @@ from torch import Tensor
 from firstlight.backends.portable.mxfp4_unpack import mxfp4_unpack
 from firstlight.ops.activation import Kind, activation
 from firstlight.ops.experts import Bank
+from firstlight.ops.linear import linear
 
 
 def experts(
@@ -26,7 +27,8 @@ def experts(
 
 def _expert(x_PD: Tensor, bank: Bank, expert: int, kind: Kind, beta: float | None, linear_beta: float | None) -> Tensor:
     gate_ID, up_ID, down_DI = _dense(bank, expert, x_PD.dtype)
-    return activation(x_PD @ gate_ID.T, x_PD @ up_ID.T, kind=kind, beta=beta, linear_beta=linear_beta) @ down_DI.T
+    hidden_PI = activation(linear(x_PD, gate_ID), linear(x_PD, up_ID), kind=kind, beta=beta, linear_beta=linear_beta)
+    return linear(hidden_PI, down_DI)
 
 
 def _dense(bank: Bank, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
