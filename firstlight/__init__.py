@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from firstlight.engine.async_engine import AsyncEngine
     from firstlight.engine.llm import LLM, Output
     from firstlight.engine.loop import Engine
+    from firstlight.sched.limits import Fairness
     from firstlight.sched.sequence import Priority
     from firstlight.spec.errors import FirstlightError
     from firstlight.spec.model import CacheSpec, LayerSpec, ModelSpec
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "LLM", "Output", "Engine", "AsyncEngine", "SamplingParams", "Priority", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError", "__version__",
+    "LLM", "Output", "Engine", "AsyncEngine", "SamplingParams", "Priority", "Fairness", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError",
+    "__version__",
 ]
 
 _HOMES = {
@@ -28,6 +30,7 @@ _HOMES = {
     "AsyncEngine": "firstlight.engine.async_engine",
     "SamplingParams": "firstlight.spec.sampling",
     "Priority": "firstlight.sched.sequence",
+    "Fairness": "firstlight.sched.limits",
     "ModelSpec": "firstlight.spec.model",
     "LayerSpec": "firstlight.spec.model",
     "CacheSpec": "firstlight.spec.model",

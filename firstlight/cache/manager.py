@@ -244,9 +244,9 @@ class CacheManager:
                 found[name] += max(0, group.blocks_for(num_tokens) - have)
         return found
 
-    def usage(self) -> float:
-        """Share of the fullest group that running sequences use, 0 to 1; what is only cached counts as free."""
-        return max((1 - (len(blocks.free) + blocks.num_cached) / blocks.group.num_blocks for blocks in self._blocks.values()), default=0.0)
+    def usage(self, kind: str | None = None) -> float:
+        """Share of the fullest group, of all or of a kind, that running sequences use, 0 to 1; what is only cached counts as free."""
+        return max((each.num_used / each.group.num_blocks for each in self._blocks.values() if kind in (None, each.group.kind)), default=0.0)
 
     def counts(self) -> dict[str, dict[str, str | int]]:
         """Per group: kind, and blocks in total, free, used by sequences, cached only."""

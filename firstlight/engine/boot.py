@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from firstlight.models.registry import ModelFile, read
 from firstlight.ops import declared as _declared  # noqa: F401  (fills the registry)
 from firstlight.ops.registry import REFERENCE, Binder, load_backends
 from firstlight.parallel.mesh import Mesh
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Fairness, Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.spec.errors import CapacityError, ConfigError
 from firstlight.spec.model import ModelSpec
 from firstlight.text.generation import GenerationDefaults
@@ -50,6 +51,7 @@ class Options:
     chunk_tokens: int = 512
     max_sequences: int = 64
     max_context: int | None = None
+    fairness: Fairness = field(default_factory=Fairness)
     prefix_cache: bool = True
     snapshot_tokens: int | str = "auto"
     verify_hits: float = 0.0
@@ -70,6 +72,8 @@ class Options:
             raise ConfigError(f"`dtype` is {self.dtype!r}", f"Use one of {', '.join(DTYPES)}.")
         if self.snapshot_tokens != "auto" and (not isinstance(self.snapshot_tokens, int) or self.snapshot_tokens < 1):
             raise ConfigError(f"`snapshot_tokens` is {self.snapshot_tokens!r}", "Use 'auto' or an integer above 0.")
+        if not isinstance(self.fairness, Fairness):
+            raise ConfigError(f"`fairness` is {self.fairness!r}", "Use firstlight.Fairness.")
         if self.device != "cpu":
             raise ConfigError(f"`device` is {self.device!r}, this version computes on the CPU only", "Use device='cpu'.")
 
@@ -111,7 +115,9 @@ def boot(model: str | os.PathLike[str], options: Options, progress: Callable[[in
         groups, identity=same, prefix_cache=options.prefix_cache,
         snapshot_tokens=options.snapshot_tokens if isinstance(options.snapshot_tokens, int) else 0)
     runner = TorchRunner(decoder, pool, Sampler(options.seed), device=options.device)
-    limits = Limits(tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens)
+    limits = Limits(
+        tokens_per_step=options.max_step_tokens, sequences_per_step=options.max_sequences, chunk_tokens=options.chunk_tokens,
+        fairness=_fairness(spec, options))
     scheduler = Scheduler(limits, cache, max_context=spec.max_context)
     stop_ids = _stop_ids(spec, defaults)
     canary = Canary(options.verify_hits, TOLERANCES[spec.dtype], options.seed) if options.verify_hits else None
@@ -160,6 +166,14 @@ def _spec(found: ModelFile, options: Options) -> ModelSpec:
         fact = f"max_context is {options.max_context:,}, the model was made for {spec.max_context:,}"
         raise ConfigError(fact, f"Use at most {spec.max_context:,}.")
     return spec.with_context(options.max_context)
+
+
+def _fairness(spec: ModelSpec, options: Options) -> Fairness:
+    """Where nobody says how context prices a token, the model's flops do; up to a few steps, what a step costs anyway hides it."""
+    start, far = spec.flops(1, 0), spec.flops(1, spec.max_context)
+    if options.fairness.double_tokens is not None or far == start:
+        return options.fairness
+    return replace(options.fairness, double_tokens=max(8 * options.max_step_tokens, start * spec.max_context // (far - start)))
 
 
 def _order(backends: Sequence[str] | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from firstlight.engine.boot import Machine, Options, boot
 from firstlight.engine.sampler import TokenLogprobs
 from firstlight.engine.shared import SharedEngine
+from firstlight.sched.limits import Fairness
 from firstlight.sched.sequence import Event
 from firstlight.spec.errors import RequestError
 from firstlight.spec.sampling import SamplingParams
@@ -54,6 +55,7 @@ class LLM:
     - `cache_bytes`: memory of all cache groups together; None takes a quarter of the free memory at most. `tokens_per_block`: rows of a block.
     - `max_step_tokens`, `chunk_tokens`, `max_sequences`: tokens in a step, of one prompt in a step, sequences in a step, each at most.
     - `max_context`: tokens of prompt and answer at most; None is what the model was made for.
+    - `fairness`: how far one request may hold up another: patience, shares of a step, watermarks.
     - `prefix_cache`, `snapshot_tokens`: whether prompts resume from what is cached; a grid for states beside prompt ends and branches.
     - `verify_hits`: the share of hits that is computed again without the cache, 0 to 1; a wrong one turns the cache off.
     - `poison_freed`: fill freed and fresh cache memory with NaN. `allow_unread`: run although config keys were not understood.
@@ -67,13 +69,13 @@ class LLM:
         self, model: str | os.PathLike[str] = "default", *, device: str = "cpu", dtype: str = "auto", backends: Sequence[str] | None = None,
         seed: int = 0, cache_bytes: int | None = None, tokens_per_block: int = 16, snapshot_tokens: int | str = "auto",
         max_step_tokens: int = 2048, chunk_tokens: int = 512, max_sequences: int = 64, max_context: int | None = None,
-        prefix_cache: bool = True, verify_hits: float = 0.0, poison_freed: bool = False, allow_unread: bool = False,
-        progress: Callable[[int, int], None] | None = None,
+        fairness: Fairness | None = None, prefix_cache: bool = True, verify_hits: float = 0.0, poison_freed: bool = False,
+        allow_unread: bool = False, progress: Callable[[int, int], None] | None = None,
     ) -> None:
         options = Options(
             device=device, dtype=dtype, backends=_names(backends), seed=seed, cache_bytes=cache_bytes,
             tokens_per_block=tokens_per_block, max_step_tokens=max_step_tokens, chunk_tokens=chunk_tokens, max_sequences=max_sequences,
-            max_context=max_context,
+            max_context=max_context, fairness=fairness or Fairness(),
             prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, verify_hits=verify_hits, poison_freed=poison_freed, allow_unread=allow_unread)
         self.machine: Machine | None = boot(model, options, progress)
         self.spec, self.tokenizer, self.defaults = self.machine.spec, self.machine.tokenizer, self.machine.defaults
@@ -165,7 +167,7 @@ class LLM:
         self._up.cache.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Blocks of every cache group, sequences running and waiting, preemptions, fallbacks of operators, unusable blocks from outside."""
+        """Blocks of every cache group, what `Scheduler.counts` says, fallbacks of operators, unusable blocks from outside."""
         machine = self._up
         return {
             "groups": machine.cache.counts(), **machine.engine.counts(), "fallbacks": machine.binder.num_fallbacks,

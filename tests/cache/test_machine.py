@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
             count = counts[group.name]
             assert (group.num_blocks, self.free(group), len(ids)) == (count["total"], count["free"], count["used"])
             assert count["total"] == count["free"] + count["used"] + count["cached"]  # type: ignore[operator]
-        assert max(1 - self.free(group) / group.num_blocks for group in GROUPS) == self.cache.usage()
+        assert max((group.num_blocks - self.free(group)) / group.num_blocks for group in GROUPS) == self.cache.usage()
 
     @invariant()
     def unmoved(self) -> None:

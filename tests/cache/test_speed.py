@@ -15,7 +15,8 @@ import pytest
 from firstlight.cache.blocks import Group
 from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimRunner, VirtualClock
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Sequence
 from firstlight.spec.sampling import SamplingParams
 

@@ -21,7 +21,8 @@ from firstlight.cache.manager import CacheManager
 from firstlight.engine.faulty import Fault, FaultyRunner
 from firstlight.engine.loop import Runner
 from firstlight.engine.sim import SimMemory, SimRunner, VirtualClock
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Event, Sequence, StepResult
 from firstlight.spec.errors import CapacityError, FirstlightError, PeerError, RequestError
 

@@ -12,7 +12,8 @@ from firstlight.cache.manager import CacheManager
 from firstlight.engine.faulty import Fault, FaultyRunner
 from firstlight.engine.loop import Engine
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Event, StepResult
 from firstlight.spec.errors import CapacityError, FirstlightError, RequestError
 from firstlight.spec.sampling import SamplingParams
@@ -197,8 +198,8 @@ def test_a_batch_that_breaks_again_still_scrubs_what_the_first_one_left() -> Non
 
 def test_a_broken_batch_leaves_no_block_unprepared() -> None:
     """A sequence that had entered without a chunk lives on; its blocks were to be prepared in the step that broke."""
-    rig = Rig(Fault(kind="break", step=1), groups=(Group("mla", "rows", 80, 4), Group("kda", "state", 4)))
-    ids = [rig.submit(seed, 56, 3) for seed in range(4)]
+    rig = Rig(Fault(kind="break", step=0), groups=(Group("mla", "rows", 80, 4), Group("kda", "state", 4)))
+    ids = [rig.submit(0, 56, 3), rig.submit(1, 4, 3), rig.submit(2, 56, 3, split=(20, 36)), rig.submit(3, 56, 3)]
     asked: list[Batch] = []
     inner = rig.runner.run
 
@@ -208,10 +209,10 @@ def test_a_broken_batch_leaves_no_block_unprepared() -> None:
 
     rig.engine.runner.run = watch  # type: ignore[method-assign]
     rig.drain()
-    assert ids[2] not in [chunk.seq.seq_id for chunk in asked[1].chunks]
-    unprepared = {name: set(blocks) for name, blocks in asked[1].fresh.items()}
+    assert ids[2] not in [chunk.seq.seq_id for chunk in asked[0].chunks]
+    unprepared = {name: set(blocks) for name, blocks in asked[0].fresh.items()}
     assert {"mla", "kda"} == set(unprepared), "the third one has entered"
-    assert all(blocks <= set(asked[2].scrub[name]) for name, blocks in unprepared.items())
+    assert all(blocks <= set(asked[1].scrub[name]) for name, blocks in unprepared.items())
     assert ["error", "error", "length", "length"] == [rig.ends[seq_id].finish for seq_id in ids]
     assert alone(2, 56, 3) == rig.tokens[ids[2]]
 

@@ -14,7 +14,8 @@ from firstlight.cache.blocks import Group
 from firstlight.cache.manager import CacheManager
 from firstlight.engine.loop import Engine
 from firstlight.engine.sim import SimRunner, VirtualClock
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, StepResult
 from firstlight.spec.sampling import SamplingParams
 

@@ -11,7 +11,8 @@ from firstlight.cache.manager import BlockTable, CacheManager, Group, Transfer
 from firstlight.engine.faulty import Fault, FaultyRunner
 from firstlight.engine.loop import Engine
 from firstlight.engine.sim import SimMemory, SimRunner, VirtualClock
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Chunk, Sequence
 from firstlight.spec.sampling import SamplingParams
 

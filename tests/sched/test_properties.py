@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firstlight.sched.limits import LONG_CHUNKS, MAX_PREEMPTIONS, Fairness, Limits
 from firstlight.sched.policy import PATIENCE_S, Policy, by_arrival, by_priority
-from firstlight.sched.scheduler import LONG_CHUNKS, MAX_PREEMPTIONS, Limits
 from firstlight.sched.sequence import Batch, Priority, Sequence, Status
 from firstlight.spec.errors import CapacityError, ConfigError, RequestError
 from firstlight.spec.sampling import SamplingParams
@@ -30,9 +30,16 @@ WORK = st.lists(
     ),
     min_size=1, max_size=12,
 )
+WATERMARKS = st.sampled_from([(1.0, 1.0), (0.8, 0.5), (0.5, 0.5), (0.1, 0.01)])
+FAIRNESS = st.builds(
+    lambda patience_s, shares, lane_tokens, water, double_tokens: Fairness(
+        patience_s=patience_s, shares=shares, lane_tokens=lane_tokens, high_water=water[0], low_water=water[1], double_tokens=double_tokens),
+    st.sampled_from([0.001, 0.1, 30.0]), st.sampled_from([(8, 4, 1), (1, 1, 1), (0, 0, 1), (1, 0, 0)]), st.sampled_from([1, 3, 128]), WATERMARKS,
+    st.sampled_from([None, 1, 10, 1000]),
+)
 LIMITS = st.builds(
     Limits, tokens_per_step=st.sampled_from([1, 3, 16, 64]), sequences_per_step=st.sampled_from([1, 2, 5]),
-    chunk_tokens=st.sampled_from([1, 5, 8, 64]),
+    chunk_tokens=st.sampled_from([1, 5, 8, 64]), fairness=FAIRNESS,
 )
 POLICIES = st.sampled_from([by_arrival, by_priority])
 
@@ -361,15 +368,15 @@ def test_long_prompts_alone_get_whole_steps() -> None:
 
 
 def test_long_prompts_enter_as_they_get_their_turn() -> None:
-    """One may stand ready, so that a short one behind it is not held up; more would only hold blocks."""
+    """As many as a step has chunks; more would only hold blocks."""
     world = World(groups(4000, 8), Limits(tokens_per_step=64, sequences_per_step=8, chunk_tokens=16), memory=False)
     for number in range(8):
         world.add(number, 16 * LONG_CHUNKS * 8, 1)
-    running = []
+    tokens: list[int] = []
     for _ in range(4):
-        world.step()
-        running.append(world.scheduler.counts()["running"])
-    assert [3, 4, 5, 6] == running
+        world.step(lambda batch: tokens.append(batch.num_tokens))
+        assert 4 == world.scheduler.counts()["running"]
+    assert [64] * 4 == tokens
 
 
 def test_long_prompts_get_whole_steps_beside_one_that_cannot_enter() -> None:

@@ -11,7 +11,8 @@ from firstlight.cache.manager import CacheManager
 from firstlight.engine.loop import Engine
 from firstlight.engine.sim import SimMemory, SimRunner, VirtualClock
 from firstlight.models.registry import read
-from firstlight.sched.scheduler import Limits, Scheduler
+from firstlight.sched.limits import Limits
+from firstlight.sched.scheduler import Scheduler
 from firstlight.spec.model import ModelSpec
 from tests.engine.workloads import Tally, Workload, draw, drive
 

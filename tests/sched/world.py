@@ -9,8 +9,10 @@ from functools import cache
 from firstlight.cache.blocks import Group
 from firstlight.cache.manager import CacheManager
 from firstlight.engine.sim import SimMemory, SimRunner, StepCost, VirtualClock
+from firstlight.sched.fairness import affordable, worth
+from firstlight.sched.limits import LONG_CHUNKS, LOOKAHEAD_TOKENS, MAX_PREEMPTIONS, Limits
 from firstlight.sched.policy import Policy, by_priority
-from firstlight.sched.scheduler import LOOKAHEAD_TOKENS, MAX_PREEMPTIONS, Limits, Scheduler
+from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Event, Priority, Sequence, Status
 from firstlight.spec.sampling import SamplingParams
 
@@ -79,10 +81,12 @@ class World:
         times = {seq.seq_id: seq.num_preemptions for seq in running}
         now = self.clock()
         keys = {seq.seq_id: (self.policy(seq, now), seq.seq_id) for seq in waiting}
+        longs = {seq.seq_id for seq in self.sequences.values() if self.long(seq)}
         batch = self.scheduler.schedule(now)
         self.num_steps += 1
-        self._check_order(waiting, keys)
-        self._check_batch(batch, running)
+        self._check_order(waiting, keys, longs)
+        self._check_batch(batch, running, longs)
+        self._check_shares(batch, longs)
         self._check_room(waiting, running, times)
         self.cache.check()
         if during is not None:
@@ -112,12 +116,22 @@ class World:
             assert Status.FINISHED is seq.status
             assert self.ends[seq.seq_id] == seq.finish
 
-    def _check_order(self, waiting: list[Sequence], keys: dict[int, tuple[tuple[float, ...], int]]) -> None:
-        entered = [keys[seq.seq_id] for seq in waiting if seq.status is Status.RUNNING]
-        passed = [keys[seq.seq_id] for seq in waiting if seq.status is Status.WAITING]
-        assert not entered or not passed or max(entered) < min(passed), "somebody was overtaken"
+    def worth(self, num_tokens: int, begin: int = 0) -> int:
+        """Tokens in the currency of a step."""
+        return worth(num_tokens, begin, self.limits.fairness.double_tokens)
 
-    def _check_batch(self, batch: Batch, running: list[Sequence]) -> None:
+    def long(self, seq: Sequence) -> bool:
+        """Whether what a sequence has to compute counts as long; no prefix is cached here."""
+        return self.worth(seq.num_pending, seq.num_computed) > LONG_CHUNKS * self.limits.chunk_tokens
+
+    def _check_order(self, waiting: list[Sequence], keys: dict[int, tuple[tuple[float, ...], int]], longs: set[int]) -> None:
+        """Nobody is overtaken, but long ones by short ones."""
+        entered = [seq.seq_id for seq in waiting if seq.status is Status.RUNNING]
+        passed = [seq.seq_id for seq in waiting if seq.status is Status.WAITING]
+        for first, second in ((entered, [each for each in passed if each not in longs]), ([each for each in entered if each in longs], passed)):
+            assert not first or not second or max(keys[each] for each in first) < min(keys[each] for each in second), "somebody was overtaken"
+
+    def _check_batch(self, batch: Batch, running: list[Sequence], longs: set[int]) -> None:
         alive = [seq for seq in self.sequences.values() if seq.status is not Status.FINISHED]
         assert bool(alive) == bool(batch.chunks), "a step without progress"
         ids = [chunk.seq.seq_id for chunk in batch.chunks]
@@ -132,11 +146,36 @@ class World:
         for chunk in batch.chunks:
             assert chunk.seq.num_computed == chunk.begin < chunk.end <= len(chunk.seq.tokens)
             assert (chunk.begin > 0) == chunk.continues
-            assert chunk.end - chunk.begin <= self.limits.chunk_tokens or chunk.seq.split
+            alone = not any(seq.priority <= chunk.seq.priority for seq in alive if seq is not chunk.seq)
+            most = self.limits.tokens_per_step if alone and chunk.seq.seq_id in longs else self.limits.chunk_tokens
+            size = chunk.end - chunk.begin
+            assert self.worth(size, chunk.begin) <= most or size == 1 or chunk.seq.split
             assert len(chunk.table.blocks["mla"]) * TOKENS_PER_BLOCK >= chunk.end
             assert 1 == len(chunk.table.blocks["kda"])
         for seq in alive:
             assert seq.num_preemptions <= MAX_PREEMPTIONS + self.manual.get(seq.seq_id, 0)
+
+    def _check_shares(self, batch: Batch, longs: set[int]) -> None:
+        """Long prefills keep to their lane beside short ones, and nothing is left that a short one could have taken."""
+        if any(chunk.seq.split for chunk in batch.chunks):
+            return
+        price = {chunk.seq.seq_id: self.worth(chunk.end - chunk.begin, chunk.begin) for chunk in batch.chunks}
+        prefills = [chunk for chunk in batch.chunks if chunk.seq.num_pending > 1]
+        num_decodes = len(batch.chunks) - len(prefills)
+        # one token may be worth more than what is left
+        excess = max((self.worth(1, chunk.begin) for chunk in prefills), default=1) - 1
+        left = self.limits.tokens_per_step - num_decodes - sum(price[chunk.seq.seq_id] for chunk in prefills)
+        assert left >= -excess
+        for short in prefills:
+            if short.seq.seq_id not in longs:
+                beside = [chunk.seq.seq_id for chunk in prefills if chunk.seq.seq_id in longs and chunk.seq.priority >= short.seq.priority]
+                assert sum(price[each] for each in beside) <= self.limits.fairness.lane_tokens + excess
+        for seq in self.sequences.values():
+            if left > 0 and seq.status is Status.RUNNING and seq.num_pending > 1 and seq.seq_id not in longs:
+                size = min(seq.num_pending, affordable(self.limits.chunk_tokens, seq.num_computed, self.limits.fairness.double_tokens))
+                got = sum(chunk.end - chunk.begin for chunk in prefills if chunk.seq is seq)
+                longer = self.worth(got + 1, seq.num_computed) - self.worth(got, seq.num_computed)
+                assert got == size or longer > left, "a step was left unused"
 
     def _check_room(self, waiting: list[Sequence], running: list[Sequence], times: dict[int, int]) -> None:
         for seq in running:
