@@ -7,14 +7,16 @@ TORCH ?= torch==2.13.0
 PROMPT ?= The first light of the morning
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NPM := tests/serve/npm
 # Tiny models run fastest on one thread; more of them only spin.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow lint types floors docs clean
+.PHONY: help install clients demo test test-slow lint types floors docs clean
 
 help:
 	@echo "make demo       generate text with the embedded model"
 	@echo "make test       the default tests (minutes on two cores)"
+	@echo "make clients    fetch the npm packages that tests of the server use"
 	@echo "make test-slow  the long tests"
 	@echo "make lint       ruff"
 	@echo "make types      mypy --strict"
@@ -35,10 +37,18 @@ demo: $(READY)
 	@echo "The embedded model has random weights: what follows is noise, made by the whole engine."
 	$(BIN)/firstlight generate --prompt "$(PROMPT)" --max-tokens 48
 
-test: $(READY)
+# OpenAI's client and what drives a browser, by the versions and hashes of the lock. Without npm their tests are skipped and say so.
+clients: $(if $(shell command -v npm),$(NPM)/node_modules/.package-lock.json)
+	@$(if $(shell command -v npm),:,echo "npm is not installed: its tests will be skipped")
+
+$(NPM)/node_modules/.package-lock.json: $(NPM)/package.json $(NPM)/package-lock.json
+	npm ci --prefix $(NPM)
+	touch $@
+
+test: $(READY) clients
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(READY)
+test-slow: $(READY) clients
 	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
@@ -54,4 +64,4 @@ docs: $(READY)
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NPM)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -63,6 +63,13 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metrics() -> str:
+    """Every metric of the server, from the table that a scrape reads."""
+    from firstlight.serve.metrics import render_table
+
+    return render_table()
+
+
 def python() -> str:
     """Every public name of `firstlight`, with what its methods say of themselves."""
     import firstlight
@@ -79,7 +86,9 @@ def python() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"operators.md": operators, "errors.md": errors, "cli.md": commands, "python.md": python}
+PAGES: dict[str, Callable[[], str]] = {
+    "operators.md": operators, "errors.md": errors, "cli.md": commands, "metrics.md": metrics, "python.md": python,
+}
 
 
 def stale() -> list[str]:

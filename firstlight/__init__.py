@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from firstlight.spec.errors import FirstlightError
     from firstlight.spec.model import CacheSpec, LayerSpec, ModelSpec
     from firstlight.spec.sampling import SamplingParams
+    from firstlight.spec.structured import Choice, JsonSchema, Regex
+    from firstlight.text import chat
 
     __version__: str
 
 __all__ = [
-    "LLM", "Output", "Engine", "AsyncEngine", "SamplingParams", "Priority", "Fairness", "ModelSpec", "LayerSpec", "CacheSpec", "FirstlightError",
-    "__version__",
+    "LLM", "Output", "Engine", "AsyncEngine", "SamplingParams", "JsonSchema", "Regex", "Choice", "Priority", "Fairness", "ModelSpec", "LayerSpec",
+    "CacheSpec", "FirstlightError", "chat", "__version__",
 ]
 
 _HOMES = {
@@ -29,6 +31,9 @@ _HOMES = {
     "Engine": "firstlight.engine.loop",
     "AsyncEngine": "firstlight.engine.async_engine",
     "SamplingParams": "firstlight.spec.sampling",
+    "JsonSchema": "firstlight.spec.structured",
+    "Regex": "firstlight.spec.structured",
+    "Choice": "firstlight.spec.structured",
     "Priority": "firstlight.sched.sequence",
     "Fairness": "firstlight.sched.limits",
     "ModelSpec": "firstlight.spec.model",
@@ -42,6 +47,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its room and keep it."""
     if name == "__version__":
         found: Any = version("firstlight")
+    elif name == "chat":
+        found = import_module("firstlight.text.chat")
     elif name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)
     else:

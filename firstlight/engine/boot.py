@@ -16,6 +16,7 @@ from firstlight.engine.canary import TOLERANCES, Canary
 from firstlight.engine.runner import TorchRunner
 from firstlight.engine.sampler import Sampler
 from firstlight.engine.shared import SharedEngine
+from firstlight.fetch.catalogue import SOURCES
 from firstlight.layers.decoder import Decoder
 from firstlight.models.registry import ModelFile, read
 from firstlight.ops import declared as _declared  # noqa: F401  (fills the registry)
@@ -132,14 +133,20 @@ def identity(spec: ModelSpec, fingerprint: bytes) -> bytes:
 
 
 def locate(model: str | os.PathLike[str]) -> Path:
-    """The folder of a model: a path, or "default" for the embedded one."""
+    """The folder of a model: a path, "default" for the embedded one, or the name of one that can be fetched (./name is a path)."""
     if str(model) == DEFAULT:
         return Path(__file__).parents[1] / "assets" / "default"
+    if isinstance(model, str) and model in SOURCES:
+        source = SOURCES[model]
+        if not source.fetched():
+            raise ConfigError(f"{model} has not been fetched: {source.folder()} is not there", f"Fetch it once: firstlight fetch {model}.")
+        return source.folder()
     if not model or not isinstance(model, (str, os.PathLike)):
         raise ConfigError(f"the model is {model!r}", "Give a folder, or 'default' for the embedded model.")
     folder = Path(model)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder", "Give a folder with config.json and *.safetensors, or 'default' for the embedded model.")
+        names = ", ".join((DEFAULT, *SOURCES))
+        raise ConfigError(f"{folder} is not a folder", f"Give a folder with config.json and *.safetensors, or one of the names {names}.")
     return folder
 
 

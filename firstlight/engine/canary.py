@@ -64,7 +64,7 @@ class Canary:
         if event.finish is not None:
             del self._warm[event.seq_id]
             if event.error is not None:
-                log.warning("the check of request %d's prefix hit ended with an error: %s", of, event.error)
+                log.warning("the check of request %d's prefix hit ended with an error: %s", of, event.error, extra={"fields": {"seq_id": of}})
         if event.logits is None:
             return True
         self.num_checked += 1
@@ -73,7 +73,8 @@ class Canary:
         if difference <= self.tolerance:
             return True
         self.num_mismatches += 1
-        log.error("request %d resumed from a cached prefix and its logits are off by %.3g (allowed %.3g)", of, difference, self.tolerance)
+        log.error("request %d resumed from a cached prefix and its logits are off by %.3g (allowed %.3g)", of, difference, self.tolerance,
+            extra={"fields": {"seq_id": of}})
         return False
 
     def counts(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ from firstlight.sched.sequence import Event
 from firstlight.spec.errors import RequestError
 from firstlight.spec.sampling import SamplingParams
 from firstlight.text.detokenizer import Detokenizer
+from firstlight.text.grammar import Grammars
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -31,6 +32,7 @@ class Output:
     """What became of one prompt. `text` is None when the folder has no tokenizer.
 
     `logprobs`: one entry per token of `tokens`, of the distribution before temperature, penalties and bias; None when not asked for.
+    `prompt_logprobs`: likewise of `prompt_tokens`, the first of which nothing rates.
     `error`: why it ended with finish_reason "error"; the tokens before that are good.
     """
 
@@ -43,12 +45,14 @@ class Output:
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     first_token_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
     """One model on this machine; use it in a `with` block, or close it.
 
-    - `model`: a folder with config.json, *.safetensors and tokenizer files (without those, prompts are token ids), or "default".
+    - `model`: a folder with config.json, *.safetensors and tokenizer files (without those, prompts are token ids), "default", or a name that
+      `firstlight fetch` knows.
     - `dtype`: "auto" is the checkpoint's; "float32" and "bfloat16" convert what the policy of the model does not keep as it is.
     - `backends`: names in order of preference; None is all that are ready, references last.
     - `seed`: what requests without a seed of their own draw from; the same calls in the same order give the same tokens.
@@ -79,11 +83,21 @@ class LLM:
             prefix_cache=prefix_cache, snapshot_tokens=snapshot_tokens, verify_hits=verify_hits, poison_freed=poison_freed, allow_unread=allow_unread)
         self.machine: Machine | None = boot(model, options, progress)
         self.spec, self.tokenizer, self.defaults = self.machine.spec, self.machine.tokenizer, self.machine.defaults
+        self._grammars: Grammars | None = None
 
     @property
     def engine(self) -> SharedEngine:
         """The loop, for stepping by hand. Requests that are submitted here go on while `generate` or `logits` runs; no event gets lost."""
         return self._up.engine
+
+    @property
+    def grammars(self) -> Grammars:
+        """What compiles schemas for this model's vocabulary. Raises: RequestError when the folder has no tokenizer."""
+        if self._grammars is None:
+            if self.tokenizer is None:
+                raise RequestError(f"{self._up.folder} has no tokenizer, so no answer can be held to a structure", "Leave `structured` out.")
+            self._grammars = Grammars(self.tokenizer, self.spec.num_vocab, self.engine.stop_ids)
+        return self._grammars
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -91,7 +105,8 @@ class LLM:
     ) -> list[Output]:
         """Completes every prompt; a request that fails ends alone, its Output says why.
 
-        `params` None: what generation_config.json says. `progress` is told after every step how many tokens of how many at most are done.
+        `params` None: what generation_config.json says; `params.structured` holds a whole answer to a structure.
+        `progress` is told after every step how many tokens of how many at most are done.
         Raises: RequestError or CapacityError for the first invalid prompt, before any is computed; whatever interrupts cancels all.
         """
         batch = _as_list(prompts)
@@ -99,10 +114,11 @@ class LLM:
         each_priority = _per_prompt(priority, len(batch), "priority", str)
         engine, events = self.engine, list[Event]()
         waiting = [_Job(self.tokens_of(prompt), sampling, self._detokenizer(sampling)) for prompt, sampling in zip(batch, each_params, strict=True)]
+        grammars = [None if job.params.structured is None else self.grammars.compile(job.params.structured) for job in waiting]
         jobs: dict[int, _Job] = {}
         try:
-            for job, urgency in zip(waiting, each_priority, strict=True):
-                seq_id = engine.submit(job.prompt, job.params, priority=urgency, salt=salt)
+            for job, urgency, grammar in zip(waiting, each_priority, grammars, strict=True):
+                seq_id = engine.submit(job.prompt, job.params, priority=urgency, salt=salt, constraint=None if grammar is None else grammar.begin())
                 jobs[seq_id] = job
                 engine.claim(seq_id, events)
             _drive(engine, jobs, events, progress)
@@ -239,6 +255,7 @@ class _Job:
     first_token_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
     @property
     def num_expected(self) -> int:
@@ -256,6 +273,9 @@ class _Job:
         """Enter an event; True when a stop string ended the text, so that the engine need not go on."""
         if self.finish is not None:
             return False
+        if event.prompt_logprobs is not None:
+            # After a preemption they come again; those that are known stay.
+            self.prompt_logprobs += event.prompt_logprobs[len(self.prompt_logprobs) - 1 - event.begin :]
         if event.token is not None:
             self._token(event)
         self.num_cached_tokens, self.num_preemptions = event.num_cached_tokens, event.num_preemptions
@@ -282,7 +302,8 @@ class _Job:
         text = "".join(self.pieces) if self.detokenizer is not None else None
         return Output(
             self.prompt, self.tokens, text, self.finish or "abort", self.num_cached_tokens, self.num_preemptions,
-            self.logprobs if self.params.logprobs is not None else None, self.error, self.first_token_s)
+            self.logprobs if self.params.logprobs is not None else None, self.error, self.first_token_s,
+            self.prompt_logprobs if self.params.prompt_logprobs is not None else None)
 
 
 def _drive(engine: SharedEngine, jobs: Mapping[int, _Job], events: list[Event], progress: Callable[[int, int], None] | None) -> None:

@@ -10,10 +10,12 @@ from operator import index
 from typing import Any, Protocol
 
 from firstlight.engine.canary import Canary
+from firstlight.engine.meter import Meter
 from firstlight.sched.scheduler import Scheduler
 from firstlight.sched.sequence import Batch, Event, Priority, Sequence, StepResult
 from firstlight.spec.errors import FirstlightError, RequestError
 from firstlight.spec.sampling import SamplingParams
+from firstlight.spec.structured import Constraint
 
 
 class Runner(Protocol):
@@ -35,31 +37,40 @@ class Engine:
     ) -> None:
         self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.num_vocab, self.stop_ids, self.canary = num_vocab, stop_ids, canary
+        self.meter: Meter | None = None
         self._ids = count()
         self._untold: list[Event] = []
 
     def submit(
         self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None, images: Rows[Any] = (),
-        collect: bool = False, cold: bool = False, split: tuple[int, ...] = (),
+        collect: bool = False, cold: bool = False, split: tuple[int, ...] = (), arrived_s: float | None = None,
+        constraint: Constraint | None = None,
     ) -> int:
         """Queue a request and return its id.
 
         `collect` keeps the logits of all computed positions instead of sampling; `cold` resumes from no prefix; `split` forces the
-        sizes of the chunks from the first computed position on.
+        sizes of the chunks from the first computed position on; `arrived_s`: by this engine's clock, None: now;
+        `constraint` holds the answer to a structure and is this request's alone.
 
         Raises: RequestError for what cannot be served as it is, CapacityError for what could never fit.
         """
-        ids = _checked_ids(tokens, self.num_vocab)
-        self._check_params(params)
-        _check_options(priority, salt, images, split, len(ids))
-        seq = Sequence(
-            seq_id=next(self._ids), tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()],
-            arrived_s=self.clock(), salt=(salt or "").encode(errors="surrogatepass"), collect=collect, cold=cold, split=split,
-            stop_ids=self.stop_ids)
+        seq = self._sequence(tokens, params, priority, salt, images, split, collect, constraint)
+        seq.seq_id = next(self._ids)
+        # What is cached yields no logits.
+        seq.cold = cold or params.prompt_logprobs is not None
+        if arrived_s is not None:
+            seq.arrived_s = arrived_s
         if self.canary is not None:
             self.canary.watch(seq)
         self.scheduler.add(seq)
         return seq.seq_id
+
+    def check(
+        self, tokens: Rows[int], params: SamplingParams, *, priority: str = "standard", salt: str | None = None, collect: bool = False,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Refuse what `submit` would refuse, and do nothing else; any thread may call it at any time."""
+        self.scheduler.check_room(self._sequence(tokens, params, priority, salt, (), (), collect, constraint), "the request")
 
     def cancel(self, seq_id: int) -> None:
         """End a request with "abort"; twice and for unknown ids is fine."""
@@ -74,9 +85,10 @@ class Engine:
 
         Note: a mistake of ours (any other exception) passes through, and the ends of the sequences it hit come with the next step.
         """
-        batch = self.scheduler.schedule(self.clock())
+        begun_s, result = self.clock(), StepResult({}, 0.0)
+        batch = self.scheduler.schedule(begun_s)
         try:
-            result = self.runner.run(batch) if batch.chunks else StepResult({}, 0.0)
+            result = self.runner.run(batch) if batch.chunks else result
         except FirstlightError as error:
             events = self.scheduler.fail(batch, str(error), self.clock())
         except BaseException as error:
@@ -85,7 +97,10 @@ class Engine:
         else:
             events = self.scheduler.update(batch, result, self.clock())
         events[:0], self._untold = self._untold, []
-        return events if self.canary is None else self._verified(events, self.canary)
+        told = events if self.canary is None else self._verified(events, self.canary)
+        if self.meter is not None:
+            self.meter.enter(batch, result, told, self.scheduler, begun_s, self.clock())
+        return told
 
     def _verified(self, events: list[Event], canary: Canary) -> list[Event]:
         """The clients' own events; prefix hits that the canary chose are computed again, and one wrong hit ends all use of prefixes."""
@@ -113,6 +128,18 @@ class Engine:
     def close(self) -> None:
         """Give back what the runner holds."""
         self.runner.close()
+
+    def _sequence(
+        self, tokens: Rows[int], params: SamplingParams, priority: str, salt: str | None, images: Rows[Any], split: tuple[int, ...], collect: bool,
+        constraint: Constraint | None,
+    ) -> Sequence:
+        ids = _checked_ids(tokens, self.num_vocab)
+        self._check_params(params)
+        _check_constraint(params, constraint)
+        _check_options(priority, salt, images, split, len(ids))
+        return Sequence(
+            seq_id=-1, tokens=ids, num_prompt=len(ids), sampling=params, priority=Priority[priority.upper()], arrived_s=self.clock(),
+            salt=(salt or "").encode(errors="surrogatepass"), collect=collect, split=split, stop_ids=self.stop_ids, constraint=constraint)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -148,6 +175,14 @@ def _beyond(ids: Iterable[int], num_vocab: int) -> str | None:
     """The first id that is no token; Python refuses to spell out numbers of thousands of digits."""
     token = next((token for token in ids if not 0 <= token < num_vocab), None)
     return None if token is None else str(token) if token.bit_length() <= 64 else f"of {token.bit_length()} bits"
+
+
+def _check_constraint(params: SamplingParams, constraint: Constraint | None) -> None:
+    if params.structured is not None and constraint is None:
+        fact = f"`structured` asks for a {type(params.structured).__name__}, but no constraint came with it"
+        raise RequestError(fact, "Pass constraint=llm.grammars.compile(params.structured).begin(), or use LLM.generate.")
+    if constraint is not None and params.ignore_eos:
+        raise RequestError("`ignore_eos` is true and the answer is held to a structure that has an end", "Leave one of the two out.")
 
 
 def _check_options(priority: str, salt: str | None, images: Rows[Any], split: tuple[int, ...], num_tokens: int) -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from firstlight.cache.pool import CachePool
-from firstlight.engine.sampler import Sampler
+from firstlight.engine.sampler import Sampler, TokenLogprobs, describe
 from firstlight.layers.decoder import Decoder
 from firstlight.layers.step import Step
-from firstlight.sched.sequence import Batch, Chunk, StepResult
+from firstlight.sched.sequence import Batch, Chunk, Sequence, StepResult
+from firstlight.spec.errors import RequestError
 
 
 class TorchRunner:
@@ -43,34 +44,68 @@ class TorchRunner:
 
     def _results(self, chunks: Rows[Chunk], logits_RV: Tensor, begun_s: float) -> StepResult:
         finite = finite_rows(logits_RV)
-        rows, sampled, collected, errors = 0, [], {}, {}
+        rows, sampled, collected, errors, told = 0, [], {}, {}, {}
         for chunk in chunks:
             count = num_rows(chunk)
             if not all(finite[rows : rows + count]):
                 errors[chunk.seq.seq_id] = f"logits at position {chunk.end - 1} are not finite"
+                rows += count
+                continue
+            if rates(chunk):
+                told[chunk.seq.seq_id] = prompt_logprobs(chunk, logits_RV[rows : rows + count])
             elif chunk.seq.collect:
                 collected[chunk.seq.seq_id] = logits_RV[rows : rows + count]
-            elif chunk.samples:
-                sampled.append((rows, chunk.seq))
-                if chunk.seq.watched and not chunk.seq.num_generated:
-                    collected[chunk.seq.seq_id] = logits_RV[rows]
             rows += count
+            if chunk.samples:
+                sampled.append((rows - 1, chunk.seq))
+                if chunk.seq.watched and not chunk.seq.num_generated:
+                    collected[chunk.seq.seq_id] = logits_RV[rows - 1]
+        sampled, masks = held(sampled, errors)
         index = [row for row, _ in sampled]
         rows_RV = logits_RV if len(index) == len(logits_RV) else logits_RV[index]
-        tokens, logprobs = self.sampler.draw(rows_RV, [seq for _, seq in sampled]) if sampled else ([], [])
+        tokens, logprobs = self.sampler.draw(rows_RV, [seq for _, seq in sampled], masks) if sampled else ([], [])
         ids = [seq.seq_id for _, seq in sampled]
         return StepResult(
             dict(zip(ids, tokens, strict=True)), time.perf_counter() - begun_s, errors,
-            {seq_id: found for seq_id, found in zip(ids, logprobs, strict=True) if found is not None}, collected)
+            {seq_id: found for seq_id, found in zip(ids, logprobs, strict=True) if found is not None}, collected, told)
+
+
+def held(sampled: Rows[tuple[int, Sequence]], errors: dict[int, str]) -> tuple[list[tuple[int, Sequence]], dict[int, bytes]]:
+    """The rows that can go on, and what those may draw whose answer is held to a structure, by their new place; of the others, why not."""
+    kept: list[tuple[int, Sequence]] = []
+    masks: dict[int, bytes] = {}
+    for row, seq in sampled:
+        try:
+            mask = None if seq.constraint is None else seq.constraint.allowed()
+        except RequestError as error:
+            errors[seq.seq_id] = str(error)
+            continue
+        if mask is not None:
+            masks[len(kept)] = mask
+        kept.append((row, seq))
+    return kept, masks
 
 
 def num_rows(chunk: Chunk) -> int:
-    """Rows of logits that a chunk yields: all when collecting, else the last one.
+    """Rows of logits that a chunk yields: all when collecting and where prompt tokens are rated, else the last one.
 
     Note: also of a chunk that does not sample. Its last token has seen all before it, so what it computed is known to be finite before
     anybody may build on it.
     """
-    return chunk.end - chunk.begin if chunk.seq.collect else 1
+    return chunk.end - chunk.begin if chunk.seq.collect or rates(chunk) else 1
+
+
+def rates(chunk: Chunk) -> bool:
+    """Whether log probabilities of prompt tokens are wanted of a chunk; of the first one always, so that a prompt of one token has its none."""
+    return chunk.seq.sampling.prompt_logprobs is not None and (not chunk.begin or chunk.begin < chunk.seq.num_prompt - 1)
+
+
+def prompt_logprobs(chunk: Chunk, logits_RV: Tensor) -> tuple[TokenLogprobs, ...]:
+    """Those of the prompt's tokens chunk.begin + 1 and later, as far as this chunk's rows rate them."""
+    seq = chunk.seq
+    assert seq.sampling.prompt_logprobs is not None
+    rated = seq.tokens[chunk.begin + 1 : min(chunk.end + 1, seq.num_prompt)]
+    return tuple(describe(row_V, token, seq.sampling.prompt_logprobs) for row_V, token in zip(logits_RV[: len(rated)], rated, strict=True))
 
 
 def finite_rows(logits_RV: Tensor) -> list[bool]:

@@ -1,11 +1,12 @@
 """From logits to tokens. A draw depends on the request's seed and the position only, so company and preemption change nothing.
 
-Letters: R rows, V vocabulary, C candidates, B biased ids, S stop ids.
+Letters: R rows, M rows under a mask, V vocabulary, C candidates, B biased ids, S stop ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -22,11 +23,15 @@ BANNED = torch.finfo(torch.float32).min
 NUM_CANDIDATES = 1024
 CANDIDATE_GROWTH = 16
 
+# For every byte of a mask eight booleans, true where its bit is clear, as one word: looking words up costs a tenth of shifting bits.
+_CLEAR_BITS = torch.tensor([[not byte >> bit & 1 for bit in range(8)] for byte in range(256)]).view(torch.int64).flatten()
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log probabilities of the unmodified distribution: the token's own, and the likeliest ones as (token, logprob) in order.
 
+    No mask and no penalty changes them, so a token that a mask forced shows how likely the model itself found it.
     `top` has as many pairs as were asked for; of equal ones the lower id comes first. The token itself need not be among them.
     """
 
@@ -48,16 +53,22 @@ class Sampler:
         self.seed = seed
         self._changes: dict[Sequence, _Changes] = {}
 
-    def draw(self, logits_RV: Tensor, seqs: Rows[Sequence]) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token per row; row r belongs to sequence r. Row by row but for plain greedy ones: one row stays in the processor's cache."""
+    def draw(
+        self, logits_RV: Tensor, seqs: Rows[Sequence], masks: Mapping[int, bytes] | None = None
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """One token per row; row r belongs to sequence r. Row by row but for plain greedy ones: one row stays in the processor's cache.
+
+        `masks`: by row, one bit per token that may be drawn; what is banned is out before temperature and filters look.
+        """
         self._forget()
+        banned = banned_tokens(masks, logits_RV) if masks else {}
         tokens: list[int] = logits_RV.argmax(dim=-1).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         for row, seq in enumerate(seqs):
             params = seq.sampling
             changed = _changes_logits(seq)
-            if changed or not params.greedy:
-                tokens[row] = self._one(logits_RV[row], seq, changed)
+            if changed or row in banned or not params.greedy:
+                tokens[row] = self._one(logits_RV[row], seq, changed, banned.get(row))
             if params.logprobs is not None:
                 logprobs[row] = describe(logits_RV[row], tokens[row], params.logprobs)
         return tokens, logprobs
@@ -68,10 +79,13 @@ class Sampler:
             self._changes[seq] = _Changes.of(seq, row_V)
         return self._changes[seq].apply(row_V.float(), seq)
 
-    def _one(self, row_V: Tensor, seq: Sequence, changed: bool) -> int:
+    def _one(self, row_V: Tensor, seq: Sequence, changed: bool, banned_V: Tensor | None) -> int:
         params = seq.sampling
         if changed:
             row_V = self.adjusted(row_V, seq)
+        if banned_V is not None:
+            # Below BANNED, so that a structure which ends here ends even before `min_tokens`.
+            row_V = row_V.masked_fill(banned_V, -torch.inf)
         if params.greedy:
             return int(row_V.argmax())
         seed = f"{self.seed}/{seq.seq_id}" if params.seed is None else params.seed
@@ -96,6 +110,16 @@ def weights(row_V: Tensor, params: SamplingParams) -> Tensor:
     above_V, equal_V = probs_V > edge, probs_V == edge
     kept_V = above_V | (equal_V & (equal_V.cumsum(0) <= num_kept - above_V.sum()))
     return probs_V.masked_fill(~kept_V, 0.0)
+
+
+def banned_tokens(masks: Mapping[int, bytes], logits_RV: Tensor) -> dict[int, Tensor]:
+    """The same rows with true for each token that may not be drawn; a mask that is too short bans the rest."""
+    num_vocab, device = logits_RV.shape[1], logits_RV.device
+    size = -(-num_vocab // 8)
+    packed = b"".join(mask[:size].ljust(size, b"\0") for mask in masks.values())
+    words = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device).int()
+    banned_MV = _CLEAR_BITS.to(device).index_select(0, words).view(torch.bool).reshape(len(masks), -1)[:, :num_vocab]
+    return dict(zip(masks, banned_MV, strict=True))
 
 
 def pick(weights_V: Tensor, draw: float) -> int:

@@ -1,9 +1,12 @@
 """The smallest modules: one operator with its weights. They exist so that a recorder can see every output by name.
 
-Letters: T packed tokens, I O D widths, H heads, K V head widths, W window, E experts, X chosen experts, N sequences.
+Letters: T packed tokens, I O D widths, H heads, K V head widths, W window, E experts, X chosen experts, N sequences,
+R rotary width, F = R / 2 pairs.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from firstlight.ops.experts import Bank
 from firstlight.ops.registry import Binder
 from firstlight.parts.activation import Activation
 from firstlight.parts.moe import Router as RouterSpec
+from firstlight.parts.rotation import Rotation
 from firstlight.spec.model import OpUse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,17 +41,47 @@ class Linear(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Norm over the last dim."""
+    """Norm over the last dim; with `plus_one` the scale is 1 + weight."""
 
-    def __init__(self, binder: Binder, dim: int, eps: float, dtype: str) -> None:
+    def __init__(self, binder: Binder, dim: int, eps: float, dtype: str, *, plus_one: bool = False) -> None:
         super().__init__()
         self.weight = empty(dtype, dim)
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
         self.compute = binder.bind(OpUse.of("rms_norm", dtype, D=dim))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """One norm."""
-        return self.compute(x_TD, self.weight, eps=self.eps)  # type: ignore[no-any-return]
+        return self.compute(x_TD, self.weight, eps=self.eps, plus_one=self.plus_one)  # type: ignore[no-any-return]
+
+
+class Rotary(nn.Module):
+    """Turns the first channels of every head by position, and leaves the others.
+
+    Note: frequencies are computed in fp32, like the checkpoints' own: exact ones would be a thousandth of a radian off at position 8,000.
+    """
+
+    def __init__(self, binder: Binder, spec: Rotation, num_heads: int, dtype: str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.inv_freq = inv_freq_of(spec)
+        self.compute = binder.bind(spec.use(num_heads, dtype))
+
+    def forward(self, x_THK: Tensor, positions_T: Tensor) -> Tensor:
+        """The turned heads, all channels."""
+        width = self.spec.width
+        turned_THR: Tensor = self.compute(x_THK[..., :width], positions_T, self.inv_freq, interleaved=self.spec.interleaved)
+        return turned_THR if width == x_THK.shape[-1] else torch.cat((turned_THR, x_THK[..., width:]), dim=-1)
+
+
+def inv_freq_of(spec: Rotation) -> Tensor:
+    """Radians per position of each pair, fp32."""
+    inv_freq_F: Tensor = 1.0 / (spec.theta ** (torch.arange(0, spec.width, 2, dtype=torch.float32) / spec.width)) / spec.factor
+    slow = spec.slowdown
+    if slow is None:
+        return inv_freq_F
+    num_turns_F = slow.context * inv_freq_F / (2 * math.pi)  # within the context that the model was first made for
+    share_F = ((num_turns_F - slow.low) / (slow.high - slow.low)).clamp(0, 1)
+    return (1 - share_F) * inv_freq_F / slow.factor + share_F * inv_freq_F
 
 
 class GatedRmsNorm(nn.Module):

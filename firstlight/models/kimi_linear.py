@@ -33,7 +33,7 @@ def read(config: ConfigReader, inner: Callable[[ConfigReader, str], Reading]) ->
     """The facts of a Kimi-Linear config, flat or in the framework's own spelling."""
     config.ignore_framework_keys()
     dim, num_layers = config.positive("hidden_size"), config.positive("num_hidden_layers")
-    dtype = _dtype(config)
+    dtype = config.take_dtype()
     block_size = config.positive("attn_res_block_size", None)
     eps = config.above_zero("rms_norm_eps", 1e-5)
     mixers = _mixers(config, dim, num_layers, eps, dtype)
@@ -48,7 +48,7 @@ def read(config: ConfigReader, inner: Callable[[ConfigReader, str], Reading]) ->
     spec = ModelSpec(
         name="kimi_linear", num_vocab=config.positive("vocab_size"), dim=dim, max_context=_max_context(config), layers=layers,
         output=residual(None), norm_eps=eps, dtype=dtype, tied=config.take("tie_word_embeddings", bool, False), expert_format=expert_format,
-        bos_id=config.take("bos_token_id", int, None), stop_ids=stop_ids(config),
+        bos_id=config.take("bos_token_id", int, None), stop_ids=config.take_ids("eos_token_id"),
     )
     config.ignore("pad_token_id", "packed batches need no padding")
     config.expect("num_nextn_predict_layers", (0,), "Multi-token prediction layers are not implemented for this family.", 0)
@@ -59,25 +59,6 @@ def few(numbers: set[int]) -> str:
     """The first eight of a set of numbers, for a message."""
     shown = sorted(numbers)
     return f"{shown[:8]}" + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
-
-
-def stop_ids(config: ConfigReader) -> tuple[int, ...]:
-    """eos_token_id as a tuple, whether the config has one, many or none."""
-    value = config.take("eos_token_id", object, None)
-    if value is None:
-        return ()
-    found = value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
-        fact = f"{config.path}: `eos_token_id` is {value!r}, an int or a list of ints is needed"
-        raise ConfigError(fact, "Restore the value of the model's release.")
-    return tuple(found)
-
-
-def _dtype(config: ConfigReader) -> str:
-    config.ignore("torch_dtype" if config.has("dtype") else "dtype", "the other of two spellings was read")
-    key = "dtype" if config.has("dtype") else "torch_dtype"
-    value = config.expect(key, ("bfloat16", "float32", "float16"), "Convert the checkpoint to one of these.", "bfloat16")
-    return str(value)
 
 
 def _max_context(config: ConfigReader) -> int:

@@ -1,7 +1,8 @@
 """The list of operators: one declaration each, no torch. Reference and cases are in the file of the same name.
 
 Letters: T packed tokens, N sequences of the batch, S slots or blocks of a pool, B rows per block, W window, D I O widths,
-H heads, K key width, V value width, R rotary width, L latent width, E experts, X chosen experts, G scale groups, M sources.
+H heads, J key heads (each shared by H / J heads), K key width, V value width, R rotary width, L latent width, E experts,
+X chosen experts, G scale groups, M sources.
 Sequence n owns packed tokens starts[n] to starts[n+1]; contexts[n] counts its tokens computed before: 0 means that its state
 and window are zero whatever the slot holds.
 """
@@ -42,6 +43,9 @@ gated_delta = declare(
 latent_attention = declare(
     "latent_attention", "Causal attention whose keys and values are expanded from one cached latent row per token, over paged rows.",
     "(q_THQ, rows_SBC, tables_NB, kv_b_OL, starts_N1, contexts_N, *, nope, v_dim, scale) -> o_THV", tol=_WIDE)
+grouped_attention = declare(
+    "grouped_attention", "Causal attention whose heads share key heads in groups (as many of them: plain; one: multi-query), over paged rows.",
+    "(q_THK, keys_SBJK, values_SBJV, tables_NB, starts_N1, contexts_N, *, scale) -> o_THV", tol=_WIDE)
 block_residual = declare(
     "block_residual", "Attention Residuals: softmax mix of block snapshots and the running prefix, scored in fp32.",
     "(sources_MTD, norm_D, proj_D, *, eps) -> x_TD", tol=_SMALL)

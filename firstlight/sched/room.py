@@ -64,16 +64,16 @@ class Room:
         need = self._need(seq)
         return need if times >= MAX_PREEMPTIONS else min(need, len(seq.tokens) + LOOKAHEAD_TOKENS[times])
 
-    def check(self, seq: Sequence) -> None:
+    def check(self, seq: Sequence, name: str) -> None:
         """Raises CapacityError for a sequence that an empty cache could not hold to its end."""
         most = self.max_context - (0 if seq.collect else 1)
         if seq.num_prompt > most:
-            fact = f"request {seq.seq_id} has a prompt of {seq.num_prompt} tokens, the context of {self.max_context} leaves {most} for it"
+            fact = f"{name} has a prompt of {seq.num_prompt} tokens, the context of {self.max_context} leaves {most} for it"
             raise CapacityError(fact, "Shorten the prompt, or raise max_context.")
         need = self._need(seq)
         if not self._cache.fits(need):
             capacity = self._cache.capacity_tokens
-            fact = f"request {seq.seq_id} needs {need} tokens of cache (prompt {seq.num_prompt}), an empty cache holds {capacity}"
+            fact = f"{name} needs {need} tokens of cache (prompt {seq.num_prompt}), an empty cache holds {capacity}"
             assert capacity is not None, "only rows can be too few for one sequence"
             spare = capacity + 1 - seq.num_prompt
             lower = f"Lower max_tokens to {spare} or less" if spare > 0 and not seq.collect else "Shorten the prompt"

@@ -42,13 +42,15 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._to_preempt: set[int] = set()
         self._events: list[Event] = []
-        self._totals = {"preemptions": 0, "displaced": 0, "prompt_tokens": 0, "computed_tokens": 0, "recomputed_tokens": 0}
+        self._totals = dict.fromkeys((
+            "preemptions", "displaced", "prompt_tokens", "computed_tokens", "recomputed_tokens", "entered_tokens", "reached_tokens", "cached_tokens",
+            "held_back_slots", "held_back_memory", "held_back_watermark"), 0)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises: CapacityError when it could never fit, RequestError when its id is in use."""
         if seq.seq_id in self._sequences:
             raise RequestError(f"request {seq.seq_id} is still being served", "Use a new id.")
-        self._room.check(seq)
+        self._room.check(seq, f"request {seq.seq_id}")
         self._sequences[seq.seq_id] = seq
         self._alive[seq.priority] += 1
         self._now = max(self._now, seq.arrived_s)
@@ -77,13 +79,23 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         """Sequences running, waiting (also per priority) and held back by the high watermark; totals since the start.
 
-        Totals: `preemptions`, `displaced` of them by a higher priority, `holds`: times that the high watermark was reached; prompt, computed and
-        thrown-away (recomputed) tokens.
+        Totals: `preemptions`, `displaced` of them by a higher priority, `holds`: times that the high watermark was reached. Tokens of prompts,
+        computed, and thrown away (recomputed); of prompts that entered and might resume: how many, as far as rows reached, and reused.
+        Steps in which the next to enter was held back for want of a slot or of memory, or by a watermark.
         """
         waiting = {f"waiting_{priority.name.lower()}": count for priority, count in self._waiting.counts().items()}
         held = len(self._waiting) if self._room.held else 0
         return {
             "running": len(self._running), "waiting": len(self._waiting), **waiting, "held": held, "holds": self._room.num_holds, **self._totals}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own blocks."""
+        return len(self._running)
+
+    def waiting(self) -> tuple[int, ...]:
+        """Sequences that wait, per priority."""
+        return tuple(self._waiting.counts().values())
 
     def schedule(self, now: float) -> Batch:
         """The work of the next step; `update` or `fail` must follow."""
@@ -179,8 +191,7 @@ class Scheduler:
                 passing = True
             else:
                 plan.blocked = True
-                if self._room.kept_out:
-                    self._room.hold()
+                self._hold_back()
 
     def _start(self, seq: Sequence, plan: StepPlan, table: BlockTable, prefix: Prefix) -> None:
         self._waiting.leave(seq)
@@ -192,14 +203,27 @@ class Scheduler:
         seq.num_lost = 0
         if not seq.num_preemptions:
             self._prefills.force(seq, prefix.num_tokens)
-            seq.num_cached_tokens = prefix.num_tokens
+            self._first_entry(seq, prefix)
         self._prefills.plan_one(plan, seq, table)
         # one that found no tokens may stand ready; more would only hold blocks
         plan.blocked = seq.seq_id not in plan.chunks
 
+    def _hold_back(self) -> None:
+        reason = "slots" if len(self._running) >= self._num_slots else "watermark" if self._room.kept_out else "memory"
+        self._totals[f"held_back_{reason}"] += 1
+        if self._room.kept_out:
+            self._room.hold()
+
     def _lets_by(self, seq: Sequence) -> bool:
         """Whether short prompts may pass this one, which found no room: if it is long and has not waited too long."""
         return self._waiting.is_long(seq) and self._now - seq.queued_s < self.limits.fairness.patience_s
+
+    def _first_entry(self, seq: Sequence, prefix: Prefix) -> None:
+        seq.entered_s, seq.num_cached_tokens = self._now, prefix.num_tokens
+        if not (seq.cold and seq.watched):  # a check of a hit is nobody's request
+            self._totals["entered_tokens"] += seq.num_prompt
+            self._totals["reached_tokens"] += prefix.match.rows_tokens
+            self._totals["cached_tokens"] += prefix.num_tokens
 
     def _enter(self, seq: Sequence, plan: StepPlan) -> tuple[BlockTable, Prefix] | None:
         """Room for a waiting sequence, if need be taken from lower priorities. These give way, so the watermarks need not keep it out."""
@@ -241,6 +265,10 @@ class Scheduler:
             long = self._prefills.is_long(len(seq.tokens) - prefix.num_tokens, prefix.num_tokens)
         self._waiting.join(seq, self._now, long=long)
 
+    def check_room(self, seq: Sequence, name: str) -> None:
+        """Raises CapacityError for what could never fit."""
+        self._room.check(seq, name)
+
     def _in_order(self) -> list[Sequence]:
         return sorted(self._running.values(), key=lambda seq: self._ranks[seq.seq_id])
 
@@ -269,24 +297,25 @@ class Scheduler:
         seq.num_computed = chunk.end
         self._totals["computed_tokens"] += chunk.end - chunk.begin
         self.cache.commit(seq.seq_id, seq.tokens, chunk.end)
+        if seq.collect or seq.seq_id in result.prompt_logprobs or (seq.watched and seq.seq_id in result.logits):
+            self._tell_logits(seq, result, chunk)
         if token is not None:
-            if seq.watched and seq.seq_id in result.logits:
-                self._tell_logits(seq, result, chunk)
-            seq.tokens.append(token)
+            seq.append(token)
+            if seq.first_token_s is None:
+                seq.first_token_s = self._now
             finish = self._finish(seq, token)
             if finish is None:
                 self._tell(seq, token, None, logprobs=result.logprobs.get(seq.seq_id))
             else:
                 self._end(seq, finish, token=token, logprobs=result.logprobs.get(seq.seq_id))
-        elif seq.collect:
-            self._tell_logits(seq, result, chunk)
-            if seq.num_computed >= seq.num_prompt:
-                self._end(seq, "length")
+        elif seq.collect and seq.num_computed >= seq.num_prompt:
+            self._end(seq, "length")
 
     def _finish(self, seq: Sequence, token: int) -> str | None:
         sampling = seq.sampling
         stops = token in sampling.stop_token_ids or (token in seq.stop_ids and not sampling.ignore_eos)
-        if stops and seq.num_generated >= sampling.min_tokens:
+        # What its structure ends is complete, whatever `min_tokens` asked for.
+        if (stops and seq.num_generated >= sampling.min_tokens) or seq.complete:
             return "stop"
         full = seq.num_generated >= sampling.max_tokens or len(seq.tokens) >= self.max_context
         return "length" if full else None
@@ -308,8 +337,9 @@ class Scheduler:
     def _tell_logits(self, seq: Sequence, result: StepResult, chunk: Chunk) -> None:
         self._events.append(Event(
             seq.seq_id, None, None, logits=result.logits.get(seq.seq_id), begin=chunk.begin, watched=seq.watched,
-            num_cached_tokens=seq.num_cached_tokens))
+            num_cached_tokens=seq.num_cached_tokens, prompt_logprobs=result.prompt_logprobs.get(seq.seq_id)))
 
     def _tell(self, seq: Sequence, token: int | None, finish: str | None, error: str | None = None, logprobs: object = None) -> None:
         self._events.append(Event(
-            seq.seq_id, token, finish, error, logprobs, num_cached_tokens=seq.num_cached_tokens, num_preemptions=seq.num_preemptions))
+            seq.seq_id, token, finish, error, logprobs, num_cached_tokens=seq.num_cached_tokens, num_preemptions=seq.num_preemptions,
+            account=None if finish is None else seq.account(self._now)))

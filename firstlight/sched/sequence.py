@@ -10,6 +10,7 @@ from typing import Any
 from firstlight.cache.blocks import BlockTable, Transfer
 from firstlight.cache.keys import Chain
 from firstlight.spec.sampling import SamplingParams
+from firstlight.spec.structured import Constraint
 
 
 class Priority(IntEnum):
@@ -33,7 +34,8 @@ class Sequence:
     """The tokens of one request; the only mutable thing that the loop passes around.
 
     `num_computed` catches up with `len(tokens)`: that is the one rule of scheduling. `queued_s`: since when it waits, arrival or preemption.
-    `chain`: keys of its blocks, kept while it waits.
+    `entered_s`: when it was first given blocks. `last_token_s` is kept by whoever measures. `chain`: keys of its blocks, kept while it waits.
+    `constraint`: what its answer is held to; it has accepted every generated token.
     """
 
     seq_id: int
@@ -56,7 +58,11 @@ class Sequence:
     split: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     queued_s: float = 0.0
+    entered_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
     chain: Chain | None = None
+    constraint: Constraint | None = None
 
     @property
     def num_generated(self) -> int:
@@ -67,6 +73,21 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens still to compute: 1 for a decode, more for a prefill or a recompute."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether its structure lets nothing follow."""
+        return self.constraint is not None and self.constraint.done
+
+    def append(self, token: int) -> None:
+        """Enter a sampled token."""
+        self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+
+    def account(self, now: float) -> Account:
+        """What it came to, if it ends now."""
+        return Account(self.priority, self.num_prompt, self.num_generated, self.arrived_s, self.entered_s, self.first_token_s, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +137,28 @@ class StepResult:
     errors: Mapping[int, str] = field(default_factory=dict)
     logprobs: Mapping[int, Any] = field(default_factory=dict)
     logits: Mapping[int, Any] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a request came to, told with its end. Units: seconds of the engine's clock; None: it did not come so far."""
+
+    priority: Priority
+    num_prompt: int
+    num_generated: int
+    arrived_s: float
+    entered_s: float | None
+    first_token_s: float | None
+    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a client wants to know: a token, an end, or both; or logits of the positions from `begin` on."""
+    """Something a client wants to know: a token, an end, or both; or what the positions from `begin` on yield. An end has an account.
+
+    `prompt_logprobs`: of the prompt's tokens from begin + 1 on; after a preemption they come again.
+    """
 
     seq_id: int
     token: int | None
@@ -132,3 +170,5 @@ class Event:
     watched: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    account: Account | None = None
+    prompt_logprobs: Any = None

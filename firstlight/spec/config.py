@@ -122,12 +122,27 @@ class ConfigReader:
             raise ConfigError(f"{self.path}: `{key}` is {value}, it must be from 0 to {LARGEST}", "Restore the value of the model's release.")
         return value
 
-    def above_zero(self, key: str, default: float) -> float:
+    def above_zero(self, key: str, default: float = _REQUIRED) -> float:
         """A finite number above zero."""
         value = self.take(key, float, default)
         if not 0 < value < math.inf:
             raise ConfigError(f"{self.path}: `{key}` is {value}, it must be finite and above 0", "Restore the value of the model's release.")
         return value
+
+    def take_ids(self, key: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self.take(key, object, None)
+        found: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
+            fact = f"{self.path}: `{key}` is {value!r}, an int or a list of ints is needed"
+            raise ConfigError(fact, "Restore the value of the model's release.")
+        return tuple(found)
+
+    def take_dtype(self) -> str:
+        """The dtype of the weights, in either of the two spellings of its key."""
+        key, other = ("dtype", "torch_dtype") if self.has("dtype") else ("torch_dtype", "dtype")
+        self.ignore(other, "the other of two spellings was read")
+        return str(self.expect(key, ("bfloat16", "float32", "float16"), "Convert the checkpoint to one of these.", "bfloat16"))
 
     def ignore(self, key: str, why: str) -> None:
         """Set a key aside; the reason is shown by inspect."""

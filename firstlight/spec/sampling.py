@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from firstlight.spec.errors import RequestError
+from firstlight.spec.structured import Choice, JsonSchema, Regex, Structure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` switch a filter off."""
+    """`temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` switch a filter off.
+
+    `prompt_logprobs`: as `logprobs`, for the tokens of the prompt; such a request resumes from no prefix, as cached tokens yield no logits.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -24,10 +28,12 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    structured: Structure | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -47,6 +53,8 @@ class SamplingParams:
             raise RequestError(f"`stop_token_ids` holds {list(self.stop_token_ids)!r}", "Use token ids: whole numbers from 0.")
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
+        if self.structured is not None and not isinstance(self.structured, (JsonSchema, Regex, Choice)):
+            raise RequestError(f"`structured` is {self.structured!r}", "Use JsonSchema, Regex or Choice.")
 
     @property
     def greedy(self) -> bool:
@@ -62,6 +70,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("min_tokens", 0, 2**31 - 1),
     ("logprobs", 0, 2**31 - 1),
+    ("prompt_logprobs", 0, 2**31 - 1),
     ("seed", -(2**63), 2**64 - 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
@@ -69,8 +78,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 _MAX_BIAS = 1e30
-_WHOLE = frozenset({"max_tokens", "top_k", "min_tokens", "logprobs", "seed"})
-_OPTIONAL = frozenset({"logprobs", "seed"})
+_WHOLE = frozenset({"max_tokens", "top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed"})
+_OPTIONAL = frozenset({"logprobs", "prompt_logprobs", "seed"})
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:

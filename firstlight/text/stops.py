@@ -47,10 +47,11 @@ class StopFinder:
         return held[:kept]
 
     def finish(self) -> str:
-        """What is still held, now that nothing follows; a match that waited for a longer one counts."""
+        """What is still held, now that this text ends; a match that waited for a longer one counts. The next `feed` begins another text."""
         if self._match is not None and self.stopped is None:
             return self._stop(self._held)
         rest, self._held = self._held, ""
+        self._node = 0
         return rest
 
     def _stop(self, held: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of a text; the spellings of control tokens count only if `special`."""
+
+    def pieces(self, text: str) -> Iterator[str | int]:
+        """Ordinary text and control tokens in turn, as `encode` with `special` tells them apart."""
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of a whole sequence."""

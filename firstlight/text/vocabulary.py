@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from firstlight.spec.errors import RequestError
@@ -56,13 +56,22 @@ class Vocabulary(ABC):
         if not special:
             return self._encode_plain(text)
         ids: list[int] = []
+        for piece in self.pieces(text):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += self._encode_plain(piece)
+        return ids
+
+    def pieces(self, text: str) -> Iterator[str | int]:
+        """Ordinary text and control tokens in turn."""
         begin = 0
         for match in self._borders.finditer(text) if self._borders else ():
-            ids += self._encode_plain(text[begin : match.start()])
+            yield text[begin : match.start()]
             spelling = match.group()
-            ids.append(self.special_ids[spelling if spelling in self.special_ids else spelling.strip()])
+            yield self.special_ids[spelling if spelling in self.special_ids else spelling.strip()]
             begin = match.end()
-        return ids + self._encode_plain(text[begin:])
+        yield text[begin:]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token; a part of a character is possible, an id that only pads the vocabulary has none.

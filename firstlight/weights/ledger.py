@@ -70,12 +70,16 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Moves in the order of the bytes on disk. `unpacked` names parameters outside of banks that are stored packed."""
+    """Moves in the order of the bytes on disk. `unpacked` names parameters outside of banks that are stored packed.
+
+    `twins` pairs tensors that no parameter needs with the ones whose bytes they must repeat.
+    """
 
     moves: tuple[Move, ...]
     banks: Mapping[str, int]
     unpacked: frozenset[str]
     report: Report
+    twins: tuple[tuple[Entry, Entry], ...] = ()
 
 
 def bank_of(param: str) -> str | None:
@@ -84,9 +88,14 @@ def bank_of(param: str) -> str | None:
     return key if leaf in BANK and key.rpartition(".")[2] == "experts" else None
 
 
-def match(entries: Iterable[Entry], wanted: Iterable[TensorSpec], names: NameMap, where: str) -> Plan:
-    """Decide every move. Raises CheckpointError with all that does not add up; `where` names the checkpoint in it."""
-    ledger = _Ledger(wanted, names)
+def match(
+    entries: Iterable[Entry], wanted: Iterable[TensorSpec], names: NameMap, where: str, *, tied: Mapping[str, str] | None = None
+) -> Plan:
+    """Decide every move. Raises CheckpointError with all that does not add up; `where` names the checkpoint in it.
+
+    `tied` pairs parameters that the model does not have with those that stand in for them: a checkpoint may hold them too.
+    """
+    ledger = _Ledger(wanted, names, tied or {})
     for entry in entries:
         ledger.post(entry)
     ledger.settle()
@@ -97,8 +106,10 @@ def match(entries: Iterable[Entry], wanted: Iterable[TensorSpec], names: NameMap
 class _Ledger:
     """The open book: what has landed where, until it is settled."""
 
-    def __init__(self, wanted: Iterable[TensorSpec], names: NameMap) -> None:
+    def __init__(self, wanted: Iterable[TensorSpec], names: NameMap, tied: Mapping[str, str]) -> None:
         self.problems = Problems()
+        self._tied = tied
+        self._repeated: dict[str, Entry] = {}
         self._specs = {spec.name: spec for spec in wanted}
         self._names = names
         self._moves: list[Move] = []
@@ -129,6 +140,13 @@ class _Ledger:
             for form, entry in self._complete(spec):
                 if bank is not None:
                     by_bank.setdefault(bank, {}).setdefault(form, entry)
+        for param, entry in self._repeated.items():
+            twin = self._landed.get(self._tied[param], {}).get(("value", None))
+            if twin is None:
+                self.problems.add("untied", f"{entry.name} has no plain {self._tied[param]} beside it to repeat")
+            elif (twin.shape, twin.dtype) != (entry.shape, entry.dtype):
+                told = f"{entry.name} is {entry.dtype} {list(entry.shape)}, {twin.name} is {twin.dtype} {list(twin.shape)}"
+                self.problems.add("untied", told)
         for bank, formats in by_bank.items():
             if len(formats) > 1:
                 told = " and ".join(f"{entry.name} {form}" for form, entry in formats.items())
@@ -143,14 +161,19 @@ class _Ledger:
         kept = [move for move in moves if move.param not in unpacked]
         memory = sum(_memory_bytes(move) for move in kept) + sum(self._specs[name].num_bytes for name in unpacked)
         mapped = sum(_memory_bytes(move) for move in kept if _same_bytes(move))
+        twins = tuple((entry, self._landed[self._tied[param]]["value", None]) for param, entry in self._repeated.items())
         report = Report(
             len(self._seen), sum(spec.num_elements for spec in self._specs.values()), dict(self._skipped), self._formats,
             self._checkpoint_bytes, memory, mapped)
-        return Plan(tuple(moves), banks, unpacked, report)
+        return Plan(tuple(moves), banks, unpacked, report, twins)
 
     def _land(self, entry: Entry, landing: Landing) -> None:
         param, facet = self._facet(landing.param)
         spec = self._specs.get(param)
+        if spec is None and param in self._tied and param not in self._repeated:
+            self._repeated[param] = entry
+            self._skipped[f"repeats {self._tied[param]}, which the head is tied to"] += 1
+            return
         if spec is None:
             self.problems.add("unexpected", f"{entry.name} (the model has no {landing.param})")
             return

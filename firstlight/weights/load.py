@@ -18,6 +18,7 @@ from firstlight.spec.errors import CapacityError
 from firstlight.spec.model import ModelSpec, TensorSpec
 from firstlight.spec.weights import NameMap
 from firstlight.weights.checkpoint import Checkpoint
+from firstlight.weights.header import Entry
 from firstlight.weights.ledger import BANK, Move, Plan, Report, bank_of, match
 from firstlight.weights.memory import available_bytes
 from firstlight.weights.problems import Problems
@@ -57,7 +58,8 @@ def load(
         CapacityError: the parameters need more than `memory_bytes` (what the system says is available when not given).
     """
     wanted = {each.name: each for each in spec.weights()}
-    plan = match(checkpoint.entries.values(), wanted.values(), names, str(checkpoint.folder))
+    tied = {"head.weight": "embed.weight"} if spec.tied else None
+    plan = match(checkpoint.entries.values(), wanted.values(), names, str(checkpoint.folder), tied=tied)
     _refuse_too_large(plan, memory_bytes)
     checkpoint.read_ahead()
     full = check == "full" or (check == "auto" and checkpoint.num_bytes <= FULL_BYTES)
@@ -67,6 +69,8 @@ def load(
         found[move.param, move.facet, move.expert] = _move(checkpoint, move, full, problems)
         if progress is not None:
             progress(done + 1, len(plan.moves))
+    for entry, twin in plan.twins:
+        _compare(checkpoint, entry, twin, problems)
     problems.raise_if_any(str(checkpoint.folder))
     tensors = {param: tensor for (param, facet, _), tensor in found.items() if facet == "value" and bank_of(param) is None}
     tensors |= {param: _unpacked(found, wanted[param]) for param in plan.unpacked}
@@ -104,6 +108,15 @@ def _check_numbers(raw: Tensor, move: Move, full: bool, problems: Problems) -> N
         num_broken = _num_broken(raw)
         if num_broken:
             problems.add("not finite", f"{move.entry.name} ({num_broken:,} values are NaN or infinite)")
+
+
+def _compare(checkpoint: Checkpoint, entry: Entry, twin: Entry, problems: Problems) -> None:
+    """Tensors that are said to be one must be so to the last bit."""
+    ours, theirs = (checkpoint.tensor(each.name).reshape(-1).view(torch.uint8) for each in (entry, twin))
+    num_apart = sum(int((one != other).sum()) for one, other in zip(ours.split(PIECE), theirs.split(PIECE), strict=True))
+    if num_apart:
+        fact = f"{entry.name} and {twin.name} differ in {num_apart:,} of {entry.num_bytes:,} bytes, but tie_word_embeddings says that they are one"
+        problems.add("untied", fact)
 
 
 def _num_broken(values: Tensor) -> int:

@@ -8,7 +8,7 @@ from firstlight.spec.errors import CheckpointError
 
 Kind = Literal[
     "no weights", "pickled", "pointer", "unreadable", "damaged", "index", "ambiguous", "absent shard", "missing", "unexpected", "duplicated",
-    "misshapen", "wrong dtype", "expert gap", "unpaired", "mixed formats", "padding", "not finite",
+    "misshapen", "wrong dtype", "expert gap", "unpaired", "mixed formats", "untied", "padding", "not finite",
 ]
 
 _AGAIN = "Fetch the files again from the model's release and compare their checksums"
@@ -30,6 +30,7 @@ _FIXES: dict[Kind, str] = {
     "expert gap": "Fetch the shards that hold these experts, or correct the number of experts in config.json",
     "unpaired": "Keep both the packed codes and their scale, one scale per 32 columns",
     "mixed formats": "Store a parameter, and all experts of a bank, in one format",
+    "untied": "Set tie_word_embeddings to false in config.json if the two are meant to differ, else take the head away",
     "padding": "Restore the tensor: what lies beyond the model's own heads must be exactly zero",
     "not finite": _AGAIN,
 }

@@ -10,16 +10,20 @@ import pytest
 from firstlight import LLM, SamplingParams
 from tests.engine.workloads import TOLERANCE, Tally, check, draw
 from tests.models.hf_tiny import make_hf
+from tests.models.llama_tiny import make_llama
 
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear"])
+@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear", "llama"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LLM]]:
     folder = DATA / "kimi_k3_long"
     if request.param == "kimi_linear":
         folder = tmp_path_factory.mktemp("kimi_linear")
         make_hf(folder)
+    if request.param == "llama":
+        folder = tmp_path_factory.mktemp("llama")
+        make_llama(folder)
     with LLM(folder, dtype="float32", cache_bytes=8_000_000, max_sequences=2) as lone:
         yield folder, lone
 

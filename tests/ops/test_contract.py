@@ -177,7 +177,7 @@ def spoil(case: Case, at: int, begin: int, end: int) -> Case:
 
 def own_blocks(case: Case, at: int) -> Tensor:
     """Blocks of one sequence that no other one lists among its own."""
-    size, totals = case.named["rows_SBC"].shape[1], case.named["contexts_N"] + case.named["starts_N1"].diff()
+    size, totals = case.named[case.pools[0]].shape[1], case.named["contexts_N"] + case.named["starts_N1"].diff()
     tables = [blocks[: -(-total // size)] for blocks, total in zip(case.named["tables_NB"].tolist(), totals.tolist(), strict=True)]
     others = {block for n, blocks in enumerate(tables) if n != at for block in blocks}
     return torch.tensor([block for block in tables[at] if block not in others], dtype=torch.int64)

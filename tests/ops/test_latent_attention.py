@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from firstlight.backends.portable import latent_attention as portable
+from firstlight.backends.portable import running_softmax
 from firstlight.ops.case import Case, tensors_of
 from firstlight.ops.declared import latent_attention as operator
 from firstlight.ops.latent_attention import latent_attention as reference
@@ -248,11 +249,11 @@ def test_unused_table_columns_cost_nothing(lengths: list[int]) -> None:
 def test_padding_costs_less_than_the_rows() -> None:
     """Groups of a batch: every sequence once, the widest at most twice the narrowest and a little."""
     totals = [3, 70000, 1, 128, 500, 130, 64, 900, 65536, 2]
-    groups = list(portable._similar(range(len(totals)), totals, 1 << 17))
+    groups = list(running_softmax.similar(range(len(totals)), totals, 1 << 17))
     assert list(range(len(totals))) == sorted(n for group in groups for n in group)
     for group in groups:
         sizes = [totals[n] for n in group]
-        assert max(sizes) <= 2 * min(sizes) + portable.SLACK_ROWS
+        assert max(sizes) <= 2 * min(sizes) + running_softmax.SLACK_ROWS
         assert len(sizes) * max(sizes) <= 1 << 17
 
 

@@ -39,3 +39,16 @@ def test_expect_and_positive() -> None:
         config.expect("mode", ("b", "c"), "Use another checkpoint.")
     with pytest.raises(ConfigError, match="size"):
         config.positive("size")
+
+
+def test_ids_and_dtypes() -> None:
+    config = ConfigReader({"one": 3, "many": [1, 2], "wrong": "2", "odd": [True], "torch_dtype": "float32"})
+    assert ((3,), (1, 2), ()) == (config.take_ids("one"), config.take_ids("many"), config.take_ids("absent"))
+    for key in ("wrong", "odd"):
+        with pytest.raises(ConfigError, match=f"`{key}`"):
+            config.take_ids(key)
+    assert ("float32", "bfloat16") == (config.take_dtype(), ConfigReader({}).take_dtype())
+    both = ConfigReader({"dtype": "float16", "torch_dtype": "float32"})
+    assert ("float16", []) == (both.take_dtype(), both.unread())
+    with pytest.raises(ConfigError, match="float8"):
+        ConfigReader({"dtype": "float8"}).take_dtype()

@@ -251,3 +251,20 @@ def test_problems_of_all_kinds_come_together() -> None:
         entry("a.weight", 64, 4), entry("c", 2, dtype="int64"), entry("d", 1))
     assert said.startswith("here: 4 problems: missing (1): ")
     assert [] == [kind for kind in ("missing", "unexpected", "misshapen", "wrong dtype") if f"{kind} (1)" not in said]
+
+
+def test_a_tensor_that_must_repeat_another() -> None:
+    """Only when the model says that they are one; the bytes are compared when they are read."""
+    wanted, tied = (TensorSpec("embed", (4, 8), "bfloat16"),), {"head": "embed"}
+    first, second = entry("embed", 4, 8), entry("head", 4, 8)
+    plan = match((first, second), wanted, NAMES, "here", tied=tied)
+    assert (((second, first),), {"repeats embed, which the head is tied to": 1}, 1) == (plan.twins, dict(plan.report.num_skipped), len(plan.moves))
+    assert "unexpected (1): head" in refusal(wanted, first, second)
+    for others, told in (
+        ((first, entry("head", 8, 4)), "untied (1): head is bfloat16 [8, 4], embed is bfloat16 [4, 8]"),
+        ((first, second, entry("other.head", 4, 8)), "unexpected (1): other.head"),
+        ((second,), "untied (1): head has no plain embed beside it to repeat"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            match(others, wanted, NAMES, "here", tied=tied)
+        assert told in caught.value.fact

@@ -4,7 +4,7 @@ Letters: P query channels met by expanded keys, Q = P + R, C = L + R, D = P + V,
 X query rows of one batch, O = H * D; the rest as in ops/declared.py.
 Memory beside the output: at most GATHER_BYTES of gathered rows (then blocks), a few temporaries of SCORE_ELEMENTS fp32 values, and the
 running sums of one chunk; nothing grows with the context. Up to GATHER_BYTES the number of calls per decoded token is constant.
-Source: absorbed form, arXiv 2405.04434 (appendix C); running softmax, arXiv 2205.14135 (s. 3.1).
+Source: absorbed form, arXiv 2405.04434 (appendix C).
 """
 
 from __future__ import annotations
@@ -17,48 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from firstlight.backends.portable.running_softmax import SCORE_ELEMENTS, RunningSoftmax, hide_future, similar
+
 GATHER_BYTES = 1 << 28
 """Rows of 576 bf16 channels: 233,000 tokens."""
 
-SCORE_ELEMENTS = 1 << 22
-"""16 MiB in fp32: small enough for the allocator to reuse warm memory instead of asking the system for new."""
-
 MIN_KEYS = 256
 """Rows of a block that a product should see at least; heads are split rather than going below."""
-
-SLACK_ROWS = 64
-"""Sequences whose lengths differ by less may share a padded batch even if that doubles the shorter one's work."""
-
-
-@dataclass(slots=True)
-class RunningSoftmax:
-    """Weighted sums over keys that arrive in blocks, rescaled as the largest score grows; fp32."""
-
-    peak_GX1: Tensor
-    sum_GX1: Tensor
-    o_GXV: Tensor
-
-    @classmethod
-    def start(cls, num_batches: int, num_queries: int, width: int, device: torch.device) -> RunningSoftmax:
-        """Nothing seen yet."""
-        shape = (num_batches, num_queries)
-        peak_GX1 = torch.full((*shape, 1), -torch.inf, dtype=torch.float32, device=device)
-        return cls(peak_GX1, torch.zeros_like(peak_GX1), torch.zeros(*shape, width, dtype=torch.float32, device=device))
-
-    def add(self, scores_GXM: Tensor, values_GMV: Tensor, first: int) -> None:
-        """Take in a block for the queries from `first` on; every one of them sees a key of it. Destroys the scores."""
-        peak_GX1, sum_GX1, o_GXV = self.peak_GX1[:, first:], self.sum_GX1[:, first:], self.o_GXV[:, first:]
-        higher_GX1 = torch.maximum(peak_GX1, scores_GXM.amax(-1, keepdim=True))
-        scores_GXM.sub_(higher_GX1).exp_()
-        shrink_GX1 = (peak_GX1 - higher_GX1).exp_()
-        sum_GX1.mul_(shrink_GX1).add_(scores_GXM.sum(-1, keepdim=True))
-        o_GXV.mul_(shrink_GX1).baddbmm_(scores_GXM, values_GMV)
-        peak_GX1.copy_(higher_GX1)
-
-    def result(self) -> Tensor:
-        """The softmax-weighted means so far."""
-        return self.o_GXV / self.sum_GX1
-
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -121,7 +86,7 @@ class Attention:
             keys_1MC = self.rows(n, begin, end).float().unsqueeze(0)
             first = max(0, begin - context) * num_heads
             scores_1XM = torch.bmm(q_1XC[:, first:], keys_1MC.transpose(1, 2))
-            _hide_future(scores_1XM, begin, context + first // num_heads, num_heads)
+            hide_future(scores_1XM, begin, context + first // num_heads, num_heads)
             sums.add(scores_1XM, keys_1MC[..., :self.latent], first)
         return self.expand(sums.result().view(num_tokens, num_heads, self.latent).to(q_XHQ.dtype))
 
@@ -149,7 +114,7 @@ class Attention:
             first = max(0, begin - context)
             shared_HXM = torch.matmul(q_HXQ[:, first:, nope:], rows_MC[:, latent:].T.float())
             scores_HXM = shared_HXM.baddbmm_(q_HXQ[:, first:, :nope], keys_HPM)
-            _hide_future(scores_HXM, begin, context + first, 1)
+            hide_future(scores_HXM, begin, context + first, 1)
             sums.add(scores_HXM, values_HVM.transpose(1, 2), first)
         return sums.result()
 
@@ -174,7 +139,7 @@ def latent_attention(
     totals = [context + length for context, length in zip(contexts, lengths, strict=True)]
     o_THV = q_THQ.new_empty(len(q_THQ), num_heads, v_dim)
     batched = [n for n, length in enumerate(lengths) if length == 1 and totals[n] <= call.max_rows]
-    for group in _similar(batched, totals, call.max_rows):
+    for group in similar(batched, totals, call.max_rows):
         tokens_N = torch.tensor([starts[n] for n in group], device=q_THQ.device)
         o_THV[tokens_N] = _decode(call, q_THQ[tokens_N], group, [totals[n] for n in group])
     for n in sorted(set(range(len(lengths))) - set(batched)):
@@ -182,18 +147,6 @@ def latent_attention(
             tokens = slice(starts[n], starts[n + 1])
             o_THV[tokens] = _chunk(call, q_THQ[tokens], n, contexts[n])
     return o_THV
-
-
-def _similar(sequences: Sequence[int], totals: Sequence[int], max_rows: int) -> Iterator[list[int]]:
-    """Groups whose padding costs less than the rows themselves, and whose padded rows may be gathered at once."""
-    group: list[int] = []
-    for n in sorted(sequences, key=lambda n: totals[n]):
-        if group and (totals[n] > 2 * totals[group[0]] + SLACK_ROWS or (len(group) + 1) * totals[n] > max_rows):
-            yield group
-            group = []
-        group.append(n)
-    if group:
-        yield group
 
 
 def _decode(call: Attention, q_NHQ: Tensor, group: Sequence[int], totals: Sequence[int]) -> Tensor:
@@ -225,13 +178,3 @@ def _absorbing_pays(call: Attention, num_tokens: int, total: int) -> bool:
     expansion = (nope + v_dim) * latent
     absorbed = num_tokens * (expansion + total * (2 * latent + rope))
     return absorbed <= total * expansion + num_tokens * total * (nope + rope + v_dim)
-
-
-def _hide_future(scores_GXM: Tensor, begin: int, context: int, rows_per_token: int) -> None:
-    """Scores of rows after each query's own become -inf; `begin` is the first row's position, `context` the first query's."""
-    _, num_queries, num_rows = scores_GXM.shape
-    if begin + num_rows - 1 <= context:
-        return
-    rows_M = torch.arange(begin, begin + num_rows, device=scores_GXM.device)
-    tokens_X = context + torch.arange(num_queries, device=scores_GXM.device) // rows_per_token
-    scores_GXM.masked_fill_(rows_M > tokens_X.unsqueeze(1), -torch.inf)
