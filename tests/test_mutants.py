@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant("rows written at chunk-relative places", "engine/runner.py",
            "_row_slots(tables[name], positions_T, starts,", "_row_slots(tables[name], positions_T - positions_T.min(), starts,"),
     Mutant("goes on one token late after a preemption", "sched/scheduler.py",
-           "            seq.num_computed = prefix.num_tokens\n", "            seq.num_computed = prefix.num_tokens + (seq.num_preemptions > 0)\n"),
+           "        seq.num_computed = prefix.num_tokens\n", "        seq.num_computed = prefix.num_tokens + (seq.num_preemptions > 0)\n"),
     Mutant("logits of a neighbour's row", "engine/runner.py",
            "wanted.append(torch.arange(starts[-1] - num_rows(chunk), starts[-1]))",
            "wanted.append(torch.arange(num_rows(chunk)) + max(0, starts[-1] - num_rows(chunk) - (len(starts) > 2)))"),
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant("a hit writes into the stored snapshot", "cache/manager.py",
            "            held.transfers.append(Transfer(group.name, slot, held.table.blocks[group.name][0]))\n",
            "            held.table.blocks[group.name][0] = slot\n"),
-    Mutant("salt left out of the key", "cache/prefix.py", '"little") + identity + salt', '"little") + identity'),
+    Mutant("salt left out of the key", "cache/keys.py", '"little") + identity + salt', '"little") + identity'),
 )
 MAY_SURVIVE = 1
 

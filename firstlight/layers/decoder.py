@@ -37,9 +37,9 @@ class Layer(nn.Module):
 
     def __init__(self, spec: LayerSpec, model: ModelSpec, mesh: Mesh, binder: Binder) -> None:
         super().__init__()
-        self.mixer_norm = RmsNorm(binder, model.dim, model.norm_eps, model.dtype)
+        self.mixer_norm = _norm(binder, model)
         self.mixer: Any = build(spec.mixer, mesh, binder)
-        self.ffn_norm = RmsNorm(binder, model.dim, model.norm_eps, model.dtype)
+        self.ffn_norm = _norm(binder, model)
         self.ffn: Any = build(spec.ffn, mesh, binder)
         self.residual: Any = build(spec.residual, mesh, binder)
 
@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(spec.num_vocab, spec.dim, spec.dtype)
         self.layers = nn.ModuleList(Layer(layer, spec, mesh, binder) for layer in spec.layers)
         self.output: Any = build(spec.output, mesh, binder)
-        self.norm = RmsNorm(binder, spec.dim, spec.norm_eps, spec.dtype)
+        self.norm = _norm(binder, spec)
         self.head = Linear(binder, spec.dim, spec.num_vocab, spec.dtype)
         self.eval()
 
@@ -91,3 +91,5 @@ class Decoder(nn.Module):
             raise CheckpointError(fact, "Mend the name rules of the model file.")
 
 
+def _norm(binder: Binder, spec: ModelSpec) -> RmsNorm:
+    return RmsNorm(binder, spec.dim, spec.norm_eps, spec.dtype, plus_one=spec.norm_plus_one)

@@ -16,7 +16,7 @@ from firstlight.ops.experts import Bank
 from firstlight.ops.registry import Binder
 from firstlight.parts.activation import Activation
 from firstlight.parts.moe import Router as RouterSpec
-from firstlight.parts.rotation import Rotation
+from firstlight.parts.rotation import Rotation, Yarn
 from firstlight.spec.model import OpUse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,6 +54,20 @@ class RmsNorm(nn.Module):
         return self.compute(x_TD, self.weight, eps=self.eps, plus_one=self.plus_one)  # type: ignore[no-any-return]
 
 
+class LayerNorm(nn.Module):
+    """Norm around the mean over the last dim, with a bias; what comes out has the dtype of what went in."""
+
+    def __init__(self, binder: Binder, dim: int, eps: float, dtype: str, weight_dtype: str) -> None:
+        super().__init__()
+        self.weight, self.bias = empty(weight_dtype, dim), empty(weight_dtype, dim)
+        self.eps = eps
+        self.compute = binder.bind(OpUse.of("layer_norm", dtype, D=dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """One norm."""
+        return self.compute(x_TD, self.weight, self.bias, eps=self.eps)  # type: ignore[no-any-return]
+
+
 class Rotary(nn.Module):
     """Turns the first channels of every head by position, and leaves the others.
 
@@ -69,7 +83,8 @@ class Rotary(nn.Module):
     def forward(self, x_THK: Tensor, positions_T: Tensor) -> Tensor:
         """The turned heads, all channels."""
         width = self.spec.width
-        turned_THR: Tensor = self.compute(x_THK[..., :width], positions_T, self.inv_freq, interleaved=self.spec.interleaved)
+        turned_THR: Tensor = self.compute(
+            x_THK[..., :width], positions_T, self.inv_freq, interleaved=self.spec.interleaved, scale=self.spec.magnitude)
         return turned_THR if width == x_THK.shape[-1] else torch.cat((turned_THR, x_THK[..., width:]), dim=-1)
 
 
@@ -77,11 +92,25 @@ def inv_freq_of(spec: Rotation) -> Tensor:
     """Radians per position of each pair, fp32."""
     inv_freq_F: Tensor = 1.0 / (spec.theta ** (torch.arange(0, spec.width, 2, dtype=torch.float32) / spec.width)) / spec.factor
     slow = spec.slowdown
+    if spec.yarn is not None:
+        return _yarn(spec, spec.yarn, inv_freq_F)
     if slow is None:
         return inv_freq_F
     num_turns_F = slow.context * inv_freq_F / (2 * math.pi)  # within the context that the model was first made for
     share_F = ((num_turns_F - slow.low) / (slow.high - slow.low)).clamp(0, 1)
     return (1 - share_F) * inv_freq_F / slow.factor + share_F * inv_freq_F
+
+
+def _yarn(spec: Rotation, yarn: Yarn, inv_freq_F: Tensor) -> Tensor:
+    """Each pair between its own speed and the slow one, by how often it turns within the first context."""
+
+    def pair_of(num_turns: float) -> float:
+        return spec.width * math.log(yarn.context / (num_turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = max(math.floor(pair_of(yarn.fast)), 0), min(math.ceil(pair_of(yarn.slow)), spec.width - 1)
+    pairs_F = torch.arange(len(inv_freq_F), dtype=torch.float32)
+    slow_F = ((pairs_F - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return inv_freq_F / yarn.factor * slow_F + inv_freq_F * (1 - slow_F)
 
 
 class GatedRmsNorm(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from firstlight.layers.leaves import Linear, RmsNorm, empty
+from firstlight.layers.leaves import Linear, RmsNorm, Rotary, empty
 from firstlight.layers.registry import part
 from firstlight.layers.step import LayerCache, Step
 from firstlight.ops.registry import Binder
@@ -36,34 +36,33 @@ class Mla(nn.Module):
         self.kv_b_proj = _Expansion(spec)
         uses = {use.op: use for use in spec.ops()}
         self.attend = binder.bind(uses["latent_attention"])
-        if spec.rope_theta is not None:
-            self.rotations = [binder.bind(use) for use in spec.ops() if use.op == "rope"]
-            self.inv_freq = [spec.rope_theta ** (-i / spec.rope) for i in range(0, spec.rope, 2)]
+        if spec.rotation is not None:
+            self.turn_q, self.turn_k = (Rotary(binder, spec.rotation, heads, spec.dtype) for heads in (spec.num_heads, 1))
 
     def forward(self, x_TD: Tensor, step: Step, cache: LayerCache) -> Tensor:
-        """Writes this step's rows, attends over all rows of each sequence."""
+        """Writes this step's rows, attends over rows of each sequence."""
         spec = self.spec
-        q_TD = self.q_proj(x_TD) if spec.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        resid_TD = x_TD if spec.q_rank is None else self.q_a_layernorm(self.q_a_proj(x_TD))
+        q_TD = self.q_proj(resid_TD) if spec.q_rank is None else self.q_b_proj(resid_TD)
         q_THQ = q_TD.view(-1, spec.num_heads, spec.head_q)
         c_TC = self.kv_a_proj_with_mqa(x_TD)
         latent_TL, key_TR = self.kv_a_layernorm(c_TC[:, : spec.kv_rank]), c_TC[:, spec.kv_rank :]
-        if spec.rope_theta is not None:
-            q_THQ, key_TR = self._rotate(q_THQ, key_TR, step.positions_T)
-        rows_SBC = cache["latent"]
-        rows_SBC.view(-1, spec.row_width).index_copy_(0, step.row_slots["mla"], torch.cat((latent_TL, key_TR), dim=1))
-        o_THV = self.attend(
-            q_THQ, rows_SBC, step.tables["mla"], self.kv_b_proj.weight, step.starts_N1, step.contexts_N,
-            nope=spec.nope, v_dim=spec.v_dim, scale=spec.scale)
-        o_TD = o_THV.flatten(1)
+        if spec.rotation is not None:
+            turned_THR = self.turn_q(q_THQ[..., spec.nope :], step.positions_T)
+            q_THQ = torch.cat((q_THQ[..., : spec.nope], turned_THR), dim=-1)
+            key_TR = self.turn_k(key_TR.unsqueeze(1), step.positions_T).squeeze(1)
+        cache["latent"].view(-1, spec.row_width).index_copy_(0, step.row_slots["mla"], torch.cat((latent_TL, key_TR), dim=1))
+        o_TD = self.look(x_TD, resid_TD, q_THQ, step, cache).flatten(1)
         if spec.gated:
             o_TD = o_TD * torch.sigmoid(self.g_proj(x_TD))
         return self.tp.all_reduce(self.o_proj(o_TD))
 
-    def _rotate(self, q_THQ: Tensor, key_TR: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        spec, (rotate_q, rotate_k) = self.spec, self.rotations
-        turned_THR = rotate_q(q_THQ[..., spec.nope :], positions_T, self.inv_freq, interleaved=spec.interleaved)
-        key_T1R = rotate_k(key_TR.unsqueeze(1), positions_T, self.inv_freq, interleaved=spec.interleaved)
-        return torch.cat((q_THQ[..., : spec.nope], turned_THR), dim=-1), key_T1R.squeeze(1)
+    def look(self, x_TD: Tensor, resid_TD: Tensor, q_THQ: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Attention [T, H, V] over all rows up to each token's own; `resid_TD` is what queries are made of."""
+        spec = self.spec
+        return self.attend(  # type: ignore[no-any-return]
+            q_THQ, cache["latent"], step.tables["mla"], self.kv_b_proj.weight, step.starts_N1, step.contexts_N,
+            nope=spec.nope, v_dim=spec.v_dim, scale=spec.scale)
 
 
 class _Expansion(nn.Module):

@@ -5,10 +5,11 @@ Letters: T packed tokens, D model width.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from firstlight.layers.ffn import Ffn
-from firstlight.layers.leaves import Experts, Router
+from firstlight.layers.leaves import Experts, Linear, Router
 from firstlight.layers.registry import part
 from firstlight.ops.registry import Binder
 from firstlight.parallel.mesh import Mesh
@@ -25,9 +26,13 @@ class Moe(nn.Module):
         self.router = Router(binder, spec.router, spec.dim, spec.num_experts, spec.top_k, spec.dtype)
         self.experts = Experts(binder, spec.activation, use)
         self.shared_experts = Ffn(spec.shared, mesh, binder) if spec.shared else None
+        self.shared_expert_gate = Linear(binder, spec.dim, 1, spec.dtype) if spec.shared_gated else None
         self.ep = mesh.axis("ep")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Weighted sum of experts plus the shared one."""
         y_TD = self.ep.all_reduce(self.experts(x_TD, *self.router(x_TD)))
-        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
+        if self.shared_experts is None:
+            return y_TD
+        shared_TD: Tensor = self.shared_experts(x_TD)
+        return y_TD + (shared_TD if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x_TD)) * shared_TD)

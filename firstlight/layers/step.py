@@ -6,7 +6,7 @@ Letters: T packed tokens, N sequences, R rows that yield logits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,7 +16,10 @@ LayerCache = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Sequence n owns packed tokens starts_N1[n] to starts_N1[n+1] and has contexts_N[n] tokens computed before."""
+    """Sequence n owns packed tokens starts_N1[n] to starts_N1[n+1] and has contexts_N[n] tokens computed before.
+
+    `handed` is what a layer leaves for later ones of the same step.
+    """
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -26,3 +29,4 @@ class Step:
     row_slots: Mapping[str, Tensor]
     slots: Mapping[str, Tensor]
     logit_rows_R: Tensor
+    handed: dict[str, Tensor] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from firstlight.spec.model import ModelSpec
 from firstlight.spec.weights import NameMap, Reading
 
 Inner = Callable[[ConfigReader, str], Reading]
-"""Reads a nested config by its own model_type (or a default one), so that model files never import each other."""
+"""Reads a nested config by its own model_type (or a default one), and a model's own config as the family that is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ def read(source: str | Path | Mapping[str, Any]) -> ModelFile:
     return ModelFile(reading.spec, reading.names, model_type, tuple(config.unread()), tuple(config.active_unread()), config.ignored())
 
 
-def _read(config: ConfigReader, default_type: str) -> Reading:
-    model_type = config.take("model_type", str, default_type)
-    reading: Reading = _module(model_type, config.path).read(config, _read)
+def _read(config: ConfigReader, named: str, outer: ConfigReader | None = None) -> Reading:
+    """`outer` is the config of the model file that asks: given back, it is read as the type that is named, whatever its own says."""
+    model_type = named if config is outer else config.take("model_type", str, named)
+    reading: Reading = _module(model_type, config.path).read(config, partial(_read, outer=config))
     return reading
 
 

@@ -2,7 +2,7 @@
 
 Letters: T packed tokens, N sequences of the batch, S slots or blocks of a pool, B rows per block, W window, D I O widths,
 H heads, J key heads (each shared by H / J heads), K key width, V value width, R rotary width, L latent width, E experts,
-X chosen experts, G scale groups, M sources.
+X chosen experts, F G blocks of rows and columns that share a scale, M sources or cached rows, U rows chosen of them.
 Sequence n owns packed tokens starts[n] to starts[n+1]; contexts[n] counts its tokens computed before: 0 means that its state
 and window are zero whatever the slot holds.
 """
@@ -18,6 +18,9 @@ _EXACT = Tolerance(float32=0.0, bfloat16=0.0)
 rms_norm = declare(
     "rms_norm", "Divide by the root mean square (fp32), cast back, then multiply by the weight.",
     "(x_TD, weight_D, *, eps, plus_one=False) -> y_TD", tol=_SMALL)
+layer_norm = declare(
+    "layer_norm", "Subtract the mean, divide by the standard deviation, scale and shift: all in fp32, cast once.",
+    "(x_TD, weight_D, bias_D, *, eps) -> y_TD", tol=_SMALL)
 gated_rms_norm = declare(
     "gated_rms_norm", "RMS norm over the last dim times an activated gate, all in fp32, cast once.",
     "(x_THV, gate_THV, weight_V, *, eps, activation='sigmoid') -> y_THV", tol=_SMALL)
@@ -43,6 +46,15 @@ gated_delta = declare(
 latent_attention = declare(
     "latent_attention", "Causal attention whose keys and values are expanded from one cached latent row per token, over paged rows.",
     "(q_THQ, rows_SBC, tables_NB, kv_b_OL, starts_N1, contexts_N, *, nope, v_dim, scale) -> o_THV", tol=_WIDE)
+index_scores = declare(
+    "index_scores", "Lightning indexer: per row, the weighted sum over heads of ReLU(query . key), fp32; rows after a token's own are -inf.",
+    "(q_THK, weights_TH, keys_SBK, tables_NB, starts_N1, contexts_N, *, scale) -> scores_TM", tol=_WIDE)
+index_topk = declare(
+    "index_topk", "The rows of the largest scores among each token's first `visible`, ascending, int32, -1 behind them; of equal ones the first.",
+    "(scores_TM, visible_T, *, top_k) -> rows_TU", tol=_EXACT)
+sparse_attention = declare(
+    "sparse_attention", "Latent attention of each token over the rows that were chosen for it (-1: none); without any it is 0.",
+    "(q_THQ, rows_SBC, tables_NB, kv_b_OL, chosen_TU, starts_N1, contexts_N, *, nope, v_dim, scale) -> o_THV", tol=_WIDE)
 grouped_attention = declare(
     "grouped_attention", "Causal attention whose heads share key heads in groups (as many of them: plain; one: multi-query), over paged rows.",
     "(q_THK, keys_SBJK, values_SBJV, tables_NB, starts_N1, contexts_N, *, scale) -> o_THV", tol=_WIDE)
@@ -59,3 +71,6 @@ experts = declare(
 mxfp4_unpack = declare(
     "mxfp4_unpack", "E2M1 nibbles (low nibble = even column) times E8M0 scales of 32 columns each.",
     "(packed_OI2, scale_OG) -> w_OI", tol=_EXACT)
+fp8_unpack = declare(
+    "fp8_unpack", "E4M3 codes times one fp32 scale per block of 128 x 128; blocks at the edges may be smaller.",
+    "(codes_OI, scale_FG) -> w_OI", tol=_EXACT)

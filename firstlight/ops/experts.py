@@ -5,7 +5,7 @@ Letters: T packed tokens, X chosen experts, E experts, D width, I inner width, P
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,19 +14,24 @@ from torch import Tensor
 
 from firstlight.ops.activation import Kind, activation
 from firstlight.ops.case import DTYPES, Case, normal
+from firstlight.ops.fp8_unpack import fp8_unpack, pack
 from firstlight.ops.linear import linear
 from firstlight.ops.mxfp4_unpack import GROUP_COLUMNS, mxfp4_unpack
 from firstlight.spec.model import OpUse
+
+Unpack = Callable[[Tensor, Tensor], Tensor]
+UNPACK: Mapping[str, Unpack] = {"mxfp4": mxfp4_unpack, "fp8": fp8_unpack}
+"""Packed format -> what makes fp32 of codes and scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bank:
     """The matrices of all experts of a layer, one tensor per expert: gate and up [I, D], down [D, I].
 
-    In mxfp4 the matrices are uint8 with two codes per byte, and the scales [.., in / 32] are given.
+    In mxfp4 the matrices are uint8 with two codes per byte, in fp8 with one, and the scales (of 32 columns; of 128 x 128) are given.
     """
 
-    format: Literal["dense", "mxfp4"]
+    format: Literal["dense", "mxfp4", "fp8"]
     gate: tuple[Tensor, ...]
     up: tuple[Tensor, ...]
     down: tuple[Tensor, ...]
@@ -45,14 +50,15 @@ class Bank:
         """Experts in the bank, used or not."""
         return len(self.gate)
 
-    def dense(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, up and down of one expert, unpacked and rounded to `dtype`."""
+    def dense(self, expert: int, dtype: torch.dtype, forms: Mapping[str, Unpack] = UNPACK) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down of one expert, unpacked by the form of this format and rounded to `dtype`."""
         if self.gate_scale is None or self.up_scale is None or self.down_scale is None:
             return self.gate[expert].to(dtype), self.up[expert].to(dtype), self.down[expert].to(dtype)
+        unpack = forms[self.format]
         return (
-            mxfp4_unpack(self.gate[expert], self.gate_scale[expert]).to(dtype),
-            mxfp4_unpack(self.up[expert], self.up_scale[expert]).to(dtype),
-            mxfp4_unpack(self.down[expert], self.down_scale[expert]).to(dtype),
+            unpack(self.gate[expert], self.gate_scale[expert]).to(dtype),
+            unpack(self.up[expert], self.up_scale[expert]).to(dtype),
+            unpack(self.down[expert], self.down_scale[expert]).to(dtype),
         )
 
 
@@ -91,18 +97,29 @@ def _packed_bank(rng: torch.Generator, E: int, D: int, inner: int) -> Bank:
     return Bank("mxfp4", gate, up, down, gate_scale, up_scale, down_scale)
 
 
+def _fp8_bank(rng: torch.Generator, E: int, D: int, inner: int) -> Bank:
+    def draw(outer: int, columns: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        codes, scales = zip(*(pack(normal(rng, outer, columns, spread=columns**-0.5)) for _ in range(E)), strict=True)
+        return codes, scales
+
+    (gate, gate_scale), (up, up_scale), (down, down_scale) = draw(inner, D), draw(inner, D), draw(D, inner)
+    return Bank("fp8", gate, up, down, gate_scale, up_scale, down_scale)
+
+
 def _choices(rng: torch.Generator, T: int, E: int, X: int) -> tuple[Tensor, Tensor]:
     ids = torch.rand(T, E, generator=rng).argsort(dim=1)[:, :X].contiguous()
     return ids, torch.rand(T, X, generator=rng) + 0.1
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Both formats and activations; no token, one, many; idle experts, all tokens on one expert, an expert chosen twice."""
+    """Every format and both activations; no token, one, many; idle experts, all tokens on one expert, an expert chosen twice."""
     rng = torch.Generator().manual_seed(seed)
     situ: dict[str, Any] = {"kind": "situ", "beta": 4.0, "linear_beta": 25.0}
     for name, dtype in DTYPES:
-        for form, E, X, D, inner in (("dense", 5, 2, 17, 9), ("dense", 1, 1, 8, 8), ("mxfp4", 6, 3, 64, 32), ("mxfp4", 3, 2, 32, 96)):
-            bank = _dense_bank(rng, E, D, inner, dtype) if form == "dense" else _packed_bank(rng, E, D, inner)
+        forms = (("dense", 5, 2, 17, 9), ("dense", 1, 1, 8, 8), ("mxfp4", 6, 3, 64, 32), ("mxfp4", 3, 2, 32, 96), ("fp8", 4, 2, 130, 24))
+        for form, E, X, D, inner in forms:
+            packed = _fp8_bank if form == "fp8" else _packed_bank
+            bank = _dense_bank(rng, E, D, inner, dtype) if form == "dense" else packed(rng, E, D, inner)
             for kwargs in ({"kind": "silu"}, situ):
                 use = OpUse.of("experts", name, D=D, I=inner, E=E, X=X, format=form, kind=kwargs["kind"])
                 for T in (0, 1, 67):

@@ -87,6 +87,8 @@ def make_case(
     beta_TH = torch.sigmoid(normal(rng, num_tokens, num_heads))
     state_SHKV = normal(rng, len(lengths) + 2, num_heads, head_k, head_v, spread=0.5)
     slots_N = torch.randperm(len(state_SHKV), generator=rng)[:len(lengths)]
+    if scalar:
+        dims["J"] = num_key_heads
     use = OpUse.of("gated_delta", str(dtype).removeprefix("torch."), **dims, decay="head" if scalar else "channel")
     args = (q_TJK, k_TJK, v_THV, g, beta_TH, state_SHKV, slots_N, starts_of(lengths), torch.tensor(contexts, dtype=torch.int64))
     return Case(name, use, args, {"scale": 1 / math.sqrt(head_k), "norm_eps": norm_eps})
@@ -102,6 +104,10 @@ def cases(seed: int = 0) -> Iterator[Case]:
             yield make_case(rng, f"{decay}-{name}", [1, 70, 1, 33, 5], [90, 64, 1, 0, 12], decay=decay, dtype=dtype)
         yield make_case(rng, f"grouped-{name}", [1, 66, 20], [3, 0, 9], heads=(2, 6), decay="strong", scalar=True, dtype=dtype)
         yield make_case(rng, f"decode-{name}", [1] * 5, [5, 0, 64, 63, 1], dtype=dtype)
+        for length in (1, 7, 64, 131):
+            yield make_case(
+                rng, f"head-{length}-{name}", [length], [length % 4], heads=(2, 8), widths=(24, 16), decay="slow", scalar=True, dtype=dtype)
+        yield make_case(rng, f"head-mixed-{name}", [1, 0, 131, 7, 1], [5, 3, 0, 64, 0], heads=(3, 6), decay="slow", scalar=True, dtype=dtype)
     yield make_case(rng, "slow-1000", [1000], [200], heads=(2, 2), decay="slow")
     yield make_case(rng, "slow-scalar-300", [300], [200], heads=(1, 2), decay="slow", scalar=True)
     yield make_case(rng, "strong-scalar-130", [130], [1], widths=(24, 8), decay="strong", scalar=True)
@@ -111,5 +117,6 @@ def cases(seed: int = 0) -> Iterator[Case]:
     yield make_case(rng, "decode-scalar", [1] * 3, [0, 2, 2], heads=(1, 3), scalar=True)
     yield make_case(rng, "decode-wide", [1] * 3, [4, 0, 4], heads=(8, 8), widths=(128, 136))
     yield make_case(rng, "idle", [0, 1, 0, 18], [4, 6, 4, 0])
-    yield make_case(rng, "no-tokens", [0, 0], [3, 0])
-    yield make_case(rng, "empty", [], [])
+    for scalar in (False, True):
+        yield make_case(rng, "no-tokens" + "-scalar" * scalar, [0, 0], [3, 0], heads=(1, 3), scalar=scalar)
+        yield make_case(rng, "empty" + "-scalar" * scalar, [], [], heads=(1, 3), scalar=scalar)

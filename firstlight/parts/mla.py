@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from firstlight.parts.rotation import Rotation
 from firstlight.spec.model import CacheSpec, OpUse, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mla:
-    """`q_rank` None: queries come from one matrix. `rope_theta` None: the rope channels are not rotated (NoPE).
+    """`q_rank` None: queries come from one matrix. `rotation` None: the rope channels are not rotated (NoPE).
 
-    `norm_eps` is that of the norms on the latents, which the official code leaves at its class default.
+    `norm_eps` is that of the norms on the latents, which the official code leaves at its class default. `sharpness` multiplies the scores
+    (the square of YaRN's mscale).
     """
 
     dim: int
@@ -28,8 +30,8 @@ class Mla:
     gated: bool
     norm_eps: float
     dtype: str
-    rope_theta: float | None = None
-    interleaved: bool = True
+    rotation: Rotation | None = None
+    sharpness: float = 1.0
     kind: str = "mla"
 
     @property
@@ -40,7 +42,7 @@ class Mla:
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        return float(self.head_q**-0.5)
+        return float(self.head_q**-0.5) * self.sharpness
 
     @property
     def row_width(self) -> int:
@@ -74,9 +76,7 @@ class Mla:
     def ops(self) -> Sequence[OpUse]:
         """Products, norms on the latents, rotation if any, attention."""
         norms = [self.kv_rank] if self.q_rank is None else [self.q_rank, self.kv_rank]
-        rotations = []
-        if self.rope_theta is not None:
-            rotations = [OpUse.of("rope", self.dtype, H=heads, R=self.rope) for heads in (self.num_heads, 1)]
+        rotations = [] if self.rotation is None else [self.rotation.use(heads, self.dtype) for heads in (self.num_heads, 1)]
         return (
             *(OpUse.of("linear", self.dtype, I=i, O=o) for _, i, o in self.linears()),
             *(OpUse.of("rms_norm", self.dtype, D=width) for width in norms),

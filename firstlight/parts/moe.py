@@ -1,6 +1,6 @@
 """Mixture of experts over the full width, with an optional shared expert.
 
-Source: DeepSeek-V3, arXiv 2412.19437 (bias-balanced sigmoid router, groups); Kimi Linear, arXiv 2510.26692.
+Source: DeepSeek-V3, arXiv 2412.19437 (bias-balanced sigmoid router, groups); Kimi Linear, arXiv 2510.26692; gated shared expert: Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bank(dim: int, inner: int, num_experts: int, dtype: str) -> Sequence[TensorS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
-    """`shared_inner` 0: no shared expert."""
+    """`shared_inner` 0: no shared expert. `shared_gated`: a token opens the shared expert as far as the sigmoid of one product says."""
 
     dim: int
     inner: int
@@ -56,6 +56,7 @@ class Moe:
     activation: Activation
     dtype: str
     expert_format: str = "dense"
+    shared_gated: bool = False
     kind: str = "moe"
 
     @property
@@ -66,28 +67,30 @@ class Moe:
         return Ffn(dim=self.dim, inner=self.shared_inner, activation=self.activation, dtype=self.dtype)
 
     def weights(self) -> Sequence[TensorSpec]:
-        """Router, bank, shared expert."""
+        """Router, bank, shared expert and its gate."""
         shared = tuple(weight.under("shared_experts") for weight in self.shared.weights()) if self.shared else ()
+        gate = (TensorSpec("shared_expert_gate.weight", (1, self.dim), self.dtype),) if self.shared_gated else ()
         router = self.router.weights(self.dim, self.num_experts, self.dtype)
-        return (*router, *bank(self.dim, self.inner, self.num_experts, self.dtype), *shared)
+        return (*router, *bank(self.dim, self.inner, self.num_experts, self.dtype), *shared, *gate)
 
     def cache(self) -> Sequence[CacheSpec]:
         """Nothing is remembered."""
         return ()
 
     def ops(self) -> Sequence[OpUse]:
-        """Route, experts, shared expert."""
+        """Route, experts, shared expert and its gate."""
         use = OpUse.of(
             "experts", self.dtype, D=self.dim, I=self.inner, E=self.num_experts, X=self.top_k, format=self.expert_format, kind=self.activation.kind)
         route = self.router.use(self.dim, self.num_experts, self.top_k, self.dtype)
-        return (route, use, *(self.shared.ops() if self.shared else ()))
+        gate = (OpUse.of("linear", self.dtype, I=self.dim, O=1),) if self.shared_gated else ()
+        return (route, use, *(self.shared.ops() if self.shared else ()), *gate)
 
     def flops(self, num_tokens: int, context: int) -> int:
         """Products of the chosen experts only."""
         return 2 * num_tokens * self.active_params()
 
     def active_params(self) -> int:
-        """Router, top_k experts, shared expert."""
-        shared = self.shared.active_params() if self.shared else 0
+        """Router, top_k experts, shared expert and its gate."""
+        shared = (self.shared.active_params() if self.shared else 0) + self.dim * self.shared_gated
         bias = self.num_experts if self.router.biased else 0
         return self.num_experts * self.dim + bias + 3 * self.top_k * self.dim * self.inner + shared

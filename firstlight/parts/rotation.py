@@ -21,10 +21,23 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Yarn:
+    """Pairs that turn more than `fast` times within `context` stay, those below `slow` turns go `factor` times slower, a ramp between.
+
+    Source: YaRN, arXiv 2309.00071 (s. 3.2); ends of the ramp rounded outwards as in DeepSeek-V3's own code.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
     """The first `width` channels of a head turn, in half-split or interleaved pairs; `factor` slows all of them (linear scaling).
 
-    Source: RoFormer, arXiv 2104.09864.
+    `magnitude` multiplies what was turned (YaRN's factor on sine and cosine). Source: RoFormer, arXiv 2104.09864.
     """
 
     width: int
@@ -32,6 +45,8 @@ class Rotation:
     interleaved: bool = False
     factor: float = 1.0
     slowdown: Slowdown | None = None
+    yarn: Yarn | None = None
+    magnitude: float = 1.0
 
     def use(self, num_heads: int, dtype: str) -> OpUse:
         """The operator use over `num_heads` heads."""

@@ -115,7 +115,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The facts of a network. `output` mixes the residual stream once before the last norm."""
+    """The facts of a network. `output` mixes the residual stream once before the last norm.
+
+    `norm_plus_one`: weights of the layers' norms and of the last one are centred at zero, the scale is 1 + weight.
+    """
 
     name: str
     num_vocab: int
@@ -125,6 +128,7 @@ class ModelSpec:
     output: PartSpec
     norm_eps: float
     dtype: str
+    norm_plus_one: bool = False
     tied: bool = False
     encoders: tuple[PartSpec, ...] = ()
     expert_format: str = "dense"

@@ -60,6 +60,18 @@ class NameMap:
             tuple((prefix + theirs, ours) for theirs, ours in self.modules),
         )
 
+    def moved(self, place: str, to: str) -> NameMap:
+        """The same rules for a checkpoint in which what begins with `place` begins with `to`; other names stay."""
+
+        def new(name: str) -> str:
+            return to + name.removeprefix(place) if name.startswith(place) else name
+
+        return NameMap(
+            tuple(replace(rule, source=new(rule.source)) for rule in self.renames),
+            tuple(replace(rule, source=new(rule.source)) for rule in self.skips),
+            tuple((new(theirs), ours) for theirs, ours in self.modules),
+        )
+
     def with_skips(self, *skips: Skip) -> NameMap:
         """These rules and more skips."""
         return NameMap(self.renames, self.skips + skips, self.modules)

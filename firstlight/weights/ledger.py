@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from firstlight.spec.model import TensorSpec
@@ -15,24 +15,32 @@ from firstlight.spec.weights import Fit, Landing, NameMap, Skip
 from firstlight.weights.header import Entry
 from firstlight.weights.problems import Problems
 
-Facet = Literal["value", "packed", "scale"]
-Format = Literal["dense", "mxfp4"]
+Facet = Literal["value", "packed", "scale", "codes", "block_scale"]
+Format = Literal["dense", "mxfp4", "fp8"]
 GROUP = 32  # columns that share one scale in MXFP4
+BLOCK = 128  # rows and columns that share one scale in FP8
 BANK = ("gate", "up", "down")
+FUSED = "gate_up"  # not a parameter: gate and up of all experts, one below the other
 
 _CASTABLE = frozenset({"float32", "float16", "bfloat16", "float64"})
-_BYTES = {"packed": ("uint8",), "scale": ("uint8", "float8_e8m0")}
+_ALLOWED: Mapping[Facet, Iterable[str]] = {
+    "packed": ("uint8",), "scale": ("uint8", "float8_e8m0"), "codes": ("float8_e4m3",), "block_scale": ("float32", "bfloat16"),
+}
+PAIRS: Mapping[Format, tuple[Facet, Facet]] = {"mxfp4": ("packed", "scale"), "fp8": ("codes", "block_scale")}
+"""What holds the values of a packed format, and what scales them."""
+PACKED: tuple[Facet, ...] = ("packed", "codes")
 _SUFFIXES: tuple[tuple[str, str, Facet], ...] = (
     (".packed", "", "packed"), (".scale", "", "scale"), (".packed", ".weight", "packed"), (".scale", ".weight", "scale"),
-    ("_packed", "", "packed"), ("_scale", "", "scale"),
+    ("_packed", "", "packed"), ("_scale", "", "scale"), ("_scale_inv", "", "block_scale"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One checkpoint tensor on its way: into `param` (or its packed codes or scales), in `shape` and `dtype`.
+    """One checkpoint tensor on its way: into `param` (or its packed codes or scales), in `shape` and `dtype` (of codes: as bytes).
 
-    `expert` is its place in a bank; None in a bank: the tensor is stacked over all experts.
+    `expert` is its place in a bank; None in a bank: the tensor is stacked over all experts. `half`: which half of its rows is meant (0, 1)
+    when gate and up of all experts lie in one tensor; None: all of it.
     """
 
     entry: Entry
@@ -42,6 +50,7 @@ class Move:
     shape: tuple[int, ...]
     dtype: str
     fit: Fit
+    half: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +138,9 @@ class _Ledger:
             self.problems.add("unexpected", entry.name)
         elif isinstance(found, Skip):
             self._skipped[found.reason] += 1
+        elif bank_of(found.param.removesuffix("_up")) and found.param.endswith(FUSED):
+            for half, leaf in enumerate(BANK[:2]):
+                self._land(entry, replace(found, param=found.param.removesuffix(FUSED) + leaf), half)
         else:
             self._land(entry, found)
 
@@ -157,7 +169,7 @@ class _Ledger:
         """The settled book."""
         moves = sorted(self._moves, key=lambda move: (move.entry.file, move.entry.offset))
         banks = {bank: self._specs[f"{bank}.gate"].shape[0] for bank in self._formats}
-        unpacked = frozenset(move.param for move in moves if move.facet == "packed" and bank_of(move.param) is None)
+        unpacked = frozenset(move.param for move in moves if move.facet in PACKED and bank_of(move.param) is None)
         kept = [move for move in moves if move.param not in unpacked]
         memory = sum(_memory_bytes(move) for move in kept) + sum(self._specs[name].num_bytes for name in unpacked)
         mapped = sum(_memory_bytes(move) for move in kept if _same_bytes(move))
@@ -167,7 +179,7 @@ class _Ledger:
             self._checkpoint_bytes, memory, mapped)
         return Plan(tuple(moves), banks, unpacked, report, twins)
 
-    def _land(self, entry: Entry, landing: Landing) -> None:
+    def _land(self, entry: Entry, landing: Landing, half: int | None = None) -> None:
         param, facet = self._facet(landing.param)
         spec = self._specs.get(param)
         if spec is None and param in self._tied and param not in self._repeated:
@@ -182,12 +194,14 @@ class _Ledger:
             there = f"{spec.shape[0]} experts" if in_bank else "no experts"
             self.problems.add("unexpected", f"{entry.name} ({param} has {there})")
             return
+        if facet == "value" and entry.dtype == "float8_e4m3" and len(spec.shape) - in_bank > 1:
+            facet = "codes"
         landed = self._landed.setdefault(param, {})
         if (facet, landing.expert) in landed:
             self.problems.add("duplicated", f"{entry.name} and {landed[facet, landing.expert].name} both hold {param}")
             return
         landed[facet, landing.expert] = entry
-        self._check(entry, landing, spec, facet)
+        self._check(entry, landing, spec, facet, half)
 
     def _facet(self, param: str) -> tuple[str, Facet]:
         """The parameter that a landing belongs to, and whether it brings values, packed codes or scales."""
@@ -199,24 +213,30 @@ class _Ledger:
                 return base, facet
         return param, "value"
 
-    def _check(self, entry: Entry, landing: Landing, spec: TensorSpec, facet: Facet) -> None:
+    def _check(self, entry: Entry, landing: Landing, spec: TensorSpec, facet: Facet, half: int | None) -> None:
         shape = spec.shape if landing.expert is None else spec.shape[1:]
-        allowed: Iterable[str] = _BYTES.get(facet, ())
+        allowed: Iterable[str] = _ALLOWED.get(facet, ())
         if facet == "value":
             allowed = _CASTABLE if spec.dtype in _CASTABLE else (spec.dtype,)
-        else:
+        elif facet == "block_scale":
+            shape = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+        elif facet != "codes":
             columns, whole = divmod(shape[-1], 2 if facet == "packed" else GROUP)
             if whole or len(shape) < 2:
                 self.problems.add("misshapen", f"{entry.name} is {facet}, but {spec.name} is {list(shape)}, no multiple of {GROUP} columns")
                 return
             shape = (*shape[:-1], columns)
-        if entry.dtype not in allowed:
+        whole_shape = shape if half is None else (*shape[:-2], 2 * shape[-2], shape[-1])
+        wrong_dtype, wrong_shape = entry.dtype not in allowed, not fits(entry.shape, whole_shape, landing.fit)
+        if half == 1 and (wrong_dtype or wrong_shape):
+            return  # said of the first half
+        if wrong_dtype:
             self.problems.add("wrong dtype", f"{entry.name} is {entry.dtype}, {' or '.join(sorted(allowed))} can be read")
-        elif not fits(entry.shape, shape, landing.fit):
-            self.problems.add("misshapen", f"{entry.name} is {list(entry.shape)}, {list(shape)} is needed")
+        elif wrong_shape:
+            self.problems.add("misshapen", f"{entry.name} is {list(entry.shape)}, {list(whole_shape)} is needed")
         else:
-            dtype = spec.dtype if facet == "value" else "uint8"
-            self._moves.append(Move(entry, spec.name, facet, landing.expert, shape, dtype, landing.fit))
+            dtype = spec.dtype if facet == "value" else "float32" if facet == "block_scale" else "uint8"
+            self._moves.append(Move(entry, spec.name, facet, landing.expert, shape, dtype, landing.fit, half))
 
     def _complete(self, spec: TensorSpec) -> Iterator[tuple[Format, Entry]]:
         """Each format in which a complete piece of the parameter is there, with a tensor as witness."""
@@ -241,20 +261,21 @@ class _Ledger:
     def _pieces(self, param: str, found: Mapping[Facet, Entry]) -> Iterator[tuple[Format, Entry]]:
         if "value" in found:
             yield "dense", found["value"]
-        if "packed" in found and "scale" in found:
-            yield "mxfp4", found["packed"]
-        elif "packed" in found:
-            self.problems.add("unpaired", f"{found['packed'].name} has no scale")
-        elif "scale" in found:
-            self.problems.add("unpaired", f"{found['scale'].name} has no packed codes")
+        for form, (codes, scale) in PAIRS.items():
+            if codes in found and scale in found:
+                yield form, found[codes]
+            elif codes in found:
+                self.problems.add("unpaired", f"{found[codes].name} has no scale")
+            elif scale in found:
+                self.problems.add("unpaired", f"{found[scale].name} has no packed codes")
         if "value" in found and len(found) > 1 and bank_of(param) is None:
-            other = found.get("packed") or found["scale"]
+            other = next(entry for facet, entry in found.items() if facet != "value")
             self.problems.add("mixed formats", f"{found['value'].name} and {other.name} both hold {param}")
 
     def _note_gaps(self, spec: TensorSpec, present: Iterable[int]) -> None:
         gaps = sorted(set(range(spec.shape[0])) - set(present))
         if gaps:
-            packed = any(facet != "value" for facet, _ in self._landed[spec.name])
+            packed = any(facet in PAIRS["mxfp4"] for facet, _ in self._landed[spec.name])
             example = self._told_origin(spec.name + (".packed" if packed else ""), gaps[0])
             listed = ", ".join(str(gap) for gap in gaps[:4]) + (", ..." if len(gaps) > 4 else "")
             self.problems.add("expert gap", f"{spec.name} lacks {len(gaps):,} of {spec.shape[0]:,} experts: {listed} ({example})")
@@ -298,7 +319,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _same_bytes(move: Move) -> bool:
-    return move.facet != "value" or move.entry.dtype == move.dtype
+    return move.facet in ("packed", "scale", "codes") or move.entry.dtype == move.dtype
 
 
 def _memory_bytes(move: Move) -> int:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from firstlight.ops.experts import Bank
-from firstlight.ops.mxfp4_unpack import mxfp4_unpack
+from firstlight.ops.experts import UNPACK, Bank
 from firstlight.spec.errors import CapacityError
 from firstlight.spec.model import ModelSpec, TensorSpec
 from firstlight.spec.weights import NameMap
 from firstlight.weights.checkpoint import Checkpoint
 from firstlight.weights.header import Entry
-from firstlight.weights.ledger import BANK, Move, Plan, Report, bank_of, match
+from firstlight.weights.ledger import BANK, PAIRS, Format, Move, Plan, Report, bank_of, match
 from firstlight.weights.memory import available_bytes
 from firstlight.weights.problems import Problems
 
@@ -33,7 +32,8 @@ FULL_BYTES = 1 << 30
 """Checkpoints up to this size are checked in full when nothing else is asked for."""
 PIECE = 1 << 22
 """Elements looked at together, so that a check of a large tensor needs little memory."""
-NAN_SCALE = 255
+NAN_SCALE, NAN_CODE = 255, 0x7F
+"""Of E8M0; of E4M3, whatever its sign."""
 
 Check = Literal["auto", "light", "full"]
 
@@ -74,7 +74,7 @@ def load(
     problems.raise_if_any(str(checkpoint.folder))
     tensors = {param: tensor for (param, facet, _), tensor in found.items() if facet == "value" and bank_of(param) is None}
     tensors |= {param: _unpacked(found, wanted[param]) for param in plan.unpacked}
-    banks = {name: _bank(found, name, count) for name, count in plan.banks.items()}
+    banks = {name: _bank(found, name, count, plan.report.expert_formats[name]) for name, count in plan.banks.items()}
     return Loaded(tensors, banks, plan.report)
 
 
@@ -89,8 +89,10 @@ def _refuse_too_large(plan: Plan, memory_bytes: int | None) -> None:
 
 def _move(checkpoint: Checkpoint, move: Move, full: bool, problems: Problems) -> Tensor:
     raw: Tensor = checkpoint.tensor(move.entry.name)
-    if move.facet == "scale":
-        raw = raw.view(torch.uint8)  # E8M0 is a byte to us; a conversion would round its value
+    if move.facet in ("scale", "codes"):
+        raw = raw.view(torch.uint8)  # E8M0 and E4M3 are bytes to us; a conversion would round or lose their values
+    if move.half is not None:
+        raw = raw.unflatten(-2, (2, -1)).select(-3, move.half)
     _check_numbers(raw, move, full, problems)
     fitted = raw if tuple(raw.shape) == move.shape else _fitted(raw, move, problems)
     cast = fitted.to(DTYPES[move.dtype])
@@ -104,7 +106,11 @@ def _check_numbers(raw: Tensor, move: Move, full: bool, problems: Problems) -> N
         num_nan = int((raw == NAN_SCALE).sum())
         if num_nan:
             problems.add("not finite", f"{move.entry.name} ({num_nan:,} scales are NaN)")
-    elif move.facet == "value" and (full or move.entry.num_bytes <= LIGHT_BYTES or raw.dtype is not DTYPES[move.dtype]):
+    elif move.facet == "codes" and full:
+        num_nan = sum(int(((piece & NAN_CODE) == NAN_CODE).sum()) for piece in raw.reshape(-1).split(PIECE))
+        if num_nan:
+            problems.add("not finite", f"{move.entry.name} ({num_nan:,} codes are NaN)")
+    elif move.facet in ("value", "block_scale") and (full or move.entry.num_bytes <= LIGHT_BYTES or raw.dtype is not DTYPES[move.dtype]):
         num_broken = _num_broken(raw)
         if num_broken:
             problems.add("not finite", f"{move.entry.name} ({num_broken:,} values are NaN or infinite)")
@@ -138,18 +144,17 @@ def _fitted(raw: Tensor, move: Move, problems: Problems) -> Tensor:
 
 
 def _unpacked(found: Mapping[tuple[str, str, int | None], Tensor], wanted: TensorSpec) -> Tensor:
-    packed_OI, scale_OI = found[wanted.name, "packed", None], found[wanted.name, "scale", None]
-    return mxfp4_unpack(packed_OI, scale_OI).to(DTYPES[wanted.dtype])
+    form = next(form for form, (codes, _) in PAIRS.items() if (wanted.name, codes, None) in found)
+    codes_OI, scale = (found[wanted.name, facet, None] for facet in PAIRS[form])
+    return UNPACK[form](codes_OI, scale).to(DTYPES[wanted.dtype])
 
 
-def _bank(found: Mapping[tuple[str, str, int | None], Tensor], name: str, num_experts: int) -> Bank:
-    packed = any((f"{name}.gate", "packed", expert) in found for expert in (None, 0))
-
+def _bank(found: Mapping[tuple[str, str, int | None], Tensor], name: str, num_experts: int, form: Format) -> Bank:
     def pieces(leaf: str, facet: str) -> tuple[Tensor, ...]:
         stacked = found.get((f"{name}.{leaf}", facet, None))
         return tuple(stacked.unbind(0)) if stacked is not None else tuple(found[f"{name}.{leaf}", facet, e] for e in range(num_experts))
 
-    parts: dict[str, Any] = {leaf: pieces(leaf, "packed" if packed else "value") for leaf in BANK}
-    if packed:
-        parts |= {f"{leaf}_scale": pieces(leaf, "scale") for leaf in BANK}
-    return Bank("mxfp4" if packed else "dense", **parts)
+    if form == "dense":
+        return Bank(form, *(pieces(leaf, "value") for leaf in BANK))
+    codes, scale = PAIRS[form]
+    return Bank(form, *(pieces(leaf, codes) for leaf in BANK), *(pieces(leaf, scale) for leaf in BANK))

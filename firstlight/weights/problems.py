@@ -28,7 +28,7 @@ _FIXES: dict[Kind, str] = {
     "misshapen": "Give config.json and weights of one release",
     "wrong dtype": "Convert these tensors to float32, bfloat16 or float16 (experts: or to MXFP4)",
     "expert gap": "Fetch the shards that hold these experts, or correct the number of experts in config.json",
-    "unpaired": "Keep both the packed codes and their scale, one scale per 32 columns",
+    "unpaired": "Keep both the packed codes and their scale (MXFP4: one per 32 columns; FP8: one per 128 x 128, `_scale_inv`)",
     "mixed formats": "Store a parameter, and all experts of a bank, in one format",
     "untied": "Set tie_word_embeddings to false in config.json if the two are meant to differ, else take the head away",
     "padding": "Restore the tensor: what lies beyond the model's own heads must be exactly zero",

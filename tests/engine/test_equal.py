@@ -9,13 +9,16 @@ import pytest
 
 from firstlight import LLM, SamplingParams
 from tests.engine.workloads import TOLERANCE, Tally, check, draw
+from tests.models.deepseek_tiny import FAMILIES, make_deepseek
 from tests.models.hf_tiny import make_hf
 from tests.models.llama_tiny import make_llama
+from tests.models.qwen_tiny import make_qwen
 
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear", "llama"])
+@pytest.fixture(scope="module", params=[
+    "kimi_k3", "kimi_linear", "llama", "qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.slow), *FAMILIES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LLM]]:
     folder = DATA / "kimi_k3_long"
     if request.param == "kimi_linear":
@@ -24,6 +27,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "llama":
         folder = tmp_path_factory.mktemp("llama")
         make_llama(folder)
+    if request.param.startswith("qwen"):
+        folder = tmp_path_factory.mktemp(request.param)
+        make_qwen(request.param, folder)
+    if request.param in FAMILIES:
+        folder = tmp_path_factory.mktemp(request.param)
+        shared = {"indexer_types": ["full", "shared", "full"]} if request.param == "glm_moe_dsa" else {}
+        make_deepseek(folder, request.param, num_hidden_layers=3, first_k_dense_replace=1, **shared)
     with LLM(folder, dtype="float32", cache_bytes=8_000_000, max_sequences=2) as lone:
         yield folder, lone
 
@@ -41,12 +51,13 @@ def equal_over(model: tuple[Path, LLM], seeds: range) -> Tally:
 
 
 def test_random_workloads(model: tuple[Path, LLM]) -> None:
-    equal_over(model, range(25))
+    equal_over(model, range(8 if model[1].spec.name in FAMILIES else 25))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_random_workloads(model: tuple[Path, LLM]) -> None:
-    equal_over(model, range(1_000, 1_300))
+    equal_over(model, range(1_000, 1_150 if model[1].spec.name in FAMILIES else 1_300))
 
 
 def test_logits_do_not_depend_on_company(model: tuple[Path, LLM]) -> None:

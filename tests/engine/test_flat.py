@@ -15,7 +15,7 @@ NUM_DECODED = 8
 
 def calls_per_token(llm: LLM, context: int) -> float:
     """Python and C function calls of decode steps after `context` tokens of prompt."""
-    seq_id = llm.engine.submit([3 + i % 500 for i in range(context)], SamplingParams(max_tokens=NUM_DECODED + 4, temperature=0, ignore_eos=True))
+    seq_id = llm.engine.submit([3 + i % 300 for i in range(context)], SamplingParams(max_tokens=NUM_DECODED + 4, temperature=0, ignore_eos=True))
     num_tokens = 0
     while num_tokens < 2:
         num_tokens += sum(event.token is not None for event in llm.engine.step())

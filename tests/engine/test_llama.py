@@ -1,4 +1,4 @@
-"""A model of rows only, against transformers: logits however split, company, and a prefix cache that resumes at every block edge.
+"""Llama against transformers: logits however split, company, tied heads.
 
 Letters: T tokens, V vocabulary.
 """
@@ -6,7 +6,6 @@ Letters: T tokens, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.models.llama_tiny import LLAMA3, make_llama
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 130
-GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 ORDERS = {"portable": ("portable", "reference"), "reference": ("reference",)}
 FAMILY: dict[str, dict[str, Any]] = {
     "plain": {}, "llama3 rope": {"rope_parameters": LLAMA3},
@@ -79,83 +77,6 @@ def test_batched_greedy_tokens_are_those_of_transformers(made: Made) -> None:
     for given, out in zip(prompts, outs, strict=True):
         want_TV = reference_logits(model, [*given, *out.tokens])
         assert want_TV[len(given) - 1:-1].argmax(-1).tolist() == out.tokens
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("llama")
-    make_llama(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def cold(folder: Path) -> Iterator[LLM]:
-    with llm_for(folder, prefix_cache=False) as llm:
-        yield llm
-
-
-def warm(folder: Path, **more: Any) -> LLM:
-    return llm_for(folder, **{"tokens_per_block": 4, "chunk_tokens": 8, "max_sequences": 6} | more)
-
-
-def resumed(cold: LLM, llm: LLM, tokens: list[int], **more: Any) -> int:
-    """Logits of the computed tail equal the cold ones; returns where the tail began."""
-    want_TV = cold.logits(tokens)
-    got_TV, first = llm.logits(tokens, cached=True, **more)
-    assert len(tokens) == first + len(got_TV)
-    assert float((got_TV - want_TV[first:]).abs().max()) <= TOLERANCE
-    return first
-
-
-def test_prefixes_resume_at_every_block_edge(folder: Path, cold: LLM) -> None:
-    """There is no state group: no snapshot is kept, and any cut of what was computed is found up to the last full block."""
-    with warm(folder) as llm:
-        llm.generate([prompt(1, 41)], GREEDY)
-        assert llm.machine is not None
-        assert ({"gqa"}, 0) == (set(llm.stats()["groups"]), llm.machine.cache.index.num_snapshots)
-        for length in range(2, 42):
-            cut = prompt(1, 41)[:length]
-            match = llm.explain([*cut, 3, 5])
-            assert length // 4 * 4 == match["matched_tokens"], match
-            assert length // 4 * 4 == resumed(cold, llm, [*cut, 299 - cut[0], 5, 6])
-
-
-def test_lengths_around_every_block(folder: Path, cold: LLM) -> None:
-    """All but the last token at most, in full blocks."""
-    for length in (3, 4, 5, 7, 8, 9, 15, 16, 17, 39, 40, 41):
-        with warm(folder) as llm:
-            llm.generate([prompt(length, length)], GREEDY)
-            assert (length - 1) // 4 * 4 == resumed(cold, llm, prompt(length, length))
-            assert length // 4 * 4 == resumed(cold, llm, [*prompt(length, length), 5, 6, 7, 8, 9], chunks=(1, 2, 1, 1))
-
-
-def test_chats_forks_and_controls(folder: Path, cold: LLM) -> None:
-    with warm(folder) as llm:
-        history: list[int] = []
-        for turn in range(5):
-            history = history + prompt(100 + turn, 7 + turn)
-            out = llm.generate([history], GREEDY)[0]
-            assert out.tokens == cold.generate([history], GREEDY)[0].tokens
-            assert (turn > 0) == (out.num_cached_tokens > 0)
-            history = history + out.tokens
-        forks = [history + prompt(10 + n, 3 + n) for n in range(4)]
-        outs = llm.generate(forks, GREEDY)
-        assert [cold.generate([fork], GREEDY)[0].tokens for fork in forks] == [out.tokens for out in outs]
-        assert all(out.num_cached_tokens >= len(history) // 4 * 4 - 4 for out in outs)
-        assert 0 == resumed(cold, llm, history, salt="other")
-        assert 0 == resumed(cold, llm, [history[0] + 1, *history[1:]])
-
-
-def test_preempted_and_resumed(folder: Path, cold: LLM) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    want = cold.generate([prompt(3, 30)], params)[0].tokens
-    with warm(folder) as llm:
-        seq_id, got = llm.engine.submit(prompt(3, 30), params), list[int]()
-        for step in range(60):
-            if step in (2, 9, 15):
-                llm.engine.preempt(seq_id)
-            got += [event.token for event in llm.engine.step() if event.token is not None]
-        assert (want, 3) == (got, llm.stats()["preemptions"])
 
 
 @pytest.mark.parametrize("damage", ["", "value", "dtype"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from firstlight import LLM, SamplingParams
 from tests.models.hf_tiny import make_hf
+from tests.models.qwen_tiny import make_qwen
 
 DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 1e-4
@@ -23,12 +24,15 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 GRIDS: dict[str, int | str] = {"auto": "auto", "grid of 8": 8}
 
 
-@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear"])
+@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear", "qwen3_next"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "kimi_k3":
         return DATA / "kimi_k3_long"
-    made = tmp_path_factory.mktemp("kimi_linear")
-    make_hf(made)
+    made = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen3_next":
+        make_qwen("qwen3_next", made)
+    else:
+        make_hf(made)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Experts token by token in float64, both forms and formats; the bank; what may not be unpacked."""
+"""Experts token by token in float64, both forms and every format; the bank; what may not be unpacked."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def unpacked(packed: Tensor, scale: Tensor | None) -> Tensor:
     """One matrix in float64, entry by entry."""
     if scale is None:
         return packed.double()
+    if scale.is_floating_point():
+        values = packed.view(torch.float8_e4m3fn).double()
+        return torch.stack([torch.stack([value * scale[r // 128, c // 128].double() for c, value in enumerate(row)]) for r, row in enumerate(values)])
     rows = []
     for row, scales in zip(packed.tolist(), scale.tolist(), strict=True):
         codes = [code for byte in row for code in (byte & 15, byte >> 4)]
@@ -84,21 +87,22 @@ def test_the_order_of_choices_does_not_matter(form: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_only_chosen_experts_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_only_chosen_experts_are_unpacked(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """896 experts of a layer are never unpacked for 16 of them, and each of those once, however many tokens it has."""
-    case = next(case for case in CASES if "mxfp4" in case.name and len(case.args[0]) == 67)
+    case = next(case for case in CASES if form in case.name and len(case.args[0]) == 67)
     x, bank, _, weights = case.args
-    ids = torch.tensor([[4, 1, 4]] * 67)
+    ids = torch.tensor([[3, 1, 3]] * 67)[:, : weights.shape[1]]
     file, seen = (reference_file if name == "reference" else portable_file), []
-    unpack = file.mxfp4_unpack
+    unpack = file.UNPACK[form]
 
     def counted(packed: Tensor, scale: Tensor) -> Tensor:
         seen.append(packed)
         return unpack(packed, scale)
 
-    monkeypatch.setattr(file, "mxfp4_unpack", counted)
+    monkeypatch.setitem(file.UNPACK, form, counted)
     FORMS[name](x, bank, ids, weights, **case.kwargs)
-    wanted = [part[expert] for expert in (1, 4) for part in (bank.gate, bank.up, bank.down)]
+    wanted = [part[expert] for expert in (1, 3) for part in (bank.gate, bank.up, bank.down)]
     assert [part.data_ptr() for part in wanted] == [part.data_ptr() for part in seen]
 
 

@@ -22,6 +22,16 @@ def test_a_rule_may_name_a_number() -> None:
     assert names.find("tower.2.weight") is None
 
 
+def test_moving_spares_other_places() -> None:
+    skips = (Skip("a.s", "why"), Skip("d.s", "why"))
+    names = NameMap((Rename("a.{i}.w", "b.{i}"), Rename("ab.w", "c")), skips, (("a.{i}", "b.{i}"),)).moved("a.", "a.x.")
+    assert Landing("b.4", None, "exact") == names.find("a.x.4.w")
+    assert Landing("c", None, "exact") == names.find("ab.w")
+    assert ["a.x.s", "d.s"] == [skip.source for skip in names.skips]
+    assert names.find("a.4.w") is None
+    assert "b.4" == names.module("a.x.4")
+
+
 def test_nesting_moves_everything() -> None:
     names = NameMap((Rename("a.{i}.w", "b.{i}"),), (Skip("c.w", "why"),), (("a.{i}", "b.{i}"),)).nested("outer.")
     assert Landing("b.4", None, "exact") == names.find("outer.a.4.w")

@@ -42,7 +42,7 @@ EDITS: dict[str, tuple[Callable[[Config], object], str]] = {
     "layers counted from 0": (linear(full_attn_layers=[3, 6, 7], kda_layers=[0, 1, 2, 4, 5]), "absent [8], beyond [0]"),
     "no text model": (lambda config: config.pop("text_config"), "`text_config` is missing"),
     "list for an object": (lambda config: config.update(text_config=[]), "`text_config` is [], a dict is needed"),
-    "unknown model_type": (lambda config: config.update(model_type="kimi_k9"), "model_type 'kimi_k9' is not known (known: kimi_k3, kimi_linear, "),
+    "unknown model_type": (lambda config: config.update(model_type="kimi_k9"), "model_type 'kimi_k9' is not known (known: "),
     "unknown inner model_type": (text(model_type="no_such_model"), "text_config: model_type 'no_such_model' is not known"),
     "no model_type": (lambda config: config.pop("model_type"), "`model_type` is missing"),
     "unknown active key": (text(attn_sink=True), "does not read: text_config.attn_sink"),

@@ -21,7 +21,7 @@ from tests.weights.damage import FIRST, KINDS, copy_sound
 
 EXPECTED = {
     "missing_tensor": "missing (1)", "extra_tensor": "unexpected (1)", "layer_too_many": "unexpected (1)", "in_two_shards": "duplicated (1)",
-    "transposed": "misshapen (1)", "wrong_dtype": "wrong dtype (1)", "float8_without_scale": "wrong dtype (1)", "truncated": "damaged",
+    "transposed": "misshapen (1)", "wrong_dtype": "wrong dtype (1)", "float8_without_scale": "unpaired (1)", "truncated": "damaged",
     "truncated_header": "damaged (1)", "empty_file": "damaged (1)", "header_garbage": "damaged (1)", "header_length_garbage": "damaged (1)",
     "header_beyond_the_file": f"damaged (1): {FIRST} is cut off", "unknown_dtype": "damaged (1)", "sizes_disagree": "damaged (1)",
     "overlapping": "damaged (2)",

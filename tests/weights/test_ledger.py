@@ -142,7 +142,7 @@ def test_two_names_for_one_parameter() -> None:
 
 @pytest.mark.parametrize(("dtype", "wanted", "right"), [
     ("float32", "bfloat16", True), ("bfloat16", "float32", True), ("float16", "bfloat16", True), ("float64", "float32", True),
-    ("int64", "bfloat16", False), ("uint8", "bfloat16", False), ("float8_e4m3", "bfloat16", False), ("float8_e8m0", "float32", False),
+    ("int64", "bfloat16", False), ("uint8", "bfloat16", False), ("float8_e8m0", "float32", False),
     ("float4_e2m1", "bfloat16", False), ("int64", "int64", True), ("float32", "int64", False),
 ])
 def test_dtypes(dtype: str, wanted: str, right: bool) -> None:
@@ -169,6 +169,26 @@ def test_stacked_banks() -> None:
     assert {"ffn.experts": "mxfp4"} == settle(SQUARE_BANK, *packed).report.expert_formats
 
 
+def fused_bank(rows: int = 16, dtype: str = "bfloat16") -> list[Entry]:
+    return [entry("ffn.experts.gate_up", 2, rows, 32, dtype=dtype), entry("ffn.experts.down", 2, 32, 64)]
+
+
+def test_gate_and_up_in_one_tensor() -> None:
+    plan = settle(BANK, *fused_bank())
+    assert {("ffn.experts.gate", 0), ("ffn.experts.up", 1), ("ffn.experts.down", None)} == {(move.param, move.half) for move in plan.moves}
+    assert sum(each.num_bytes for each in fused_bank()) == plan.report.memory_bytes == plan.report.mapped_bytes
+    assert (2, {"ffn.experts": "dense"}) == (plan.report.num_tensors, plan.report.expert_formats)
+
+
+def test_gate_and_up_in_one_tensor_are_checked_as_one() -> None:
+    assert "misshapen (1): ffn.experts.gate_up is [2, 8, 32], [2, 16, 32] is needed" in refusal(BANK, *fused_bank(8))
+    assert "wrong dtype (1): ffn.experts.gate_up is int64" in refusal(BANK, *fused_bank(dtype="int64"))
+    assert "missing (1): w0.down for ffn.experts.down" in refusal(BANK, fused_bank()[0])
+    twice = (*fused_bank(), *(entry(f"w{e}.up", 8, 32) for e in range(2)))
+    assert "duplicated (1): ffn.experts.gate_up holds all experts of ffn.experts.up" in refusal(BANK, *twice)
+    assert "unexpected (2): ffn.experts.gate_up (the model has no ffn.experts.gate)" in refusal(MATRIX, entry("a.weight", 4, 64), fused_bank()[0])
+
+
 def test_shapes_of_packed_pieces_follow_their_own_matrix() -> None:
     """Gate and up read 32 columns, down reads 64: widths must not be mixed up."""
     matrices, forms = (("gate", 8, 32), ("up", 8, 32), ("down", 32, 64)), (("packed", 2), ("scale", 32))
@@ -184,6 +204,46 @@ def test_packed_columns_must_be_whole_groups() -> None:
     specs = (TensorSpec("a.weight", (4, 48), "bfloat16"),)
     found = (entry("a.weight_packed", 4, 24, dtype="uint8"), entry("a.weight_scale", 4, 1, dtype="uint8"))
     assert "a.weight_scale is scale, but a.weight is [4, 48], no multiple of 32 columns" in refusal(specs, *found)
+
+
+def fp8_bank(*skip: str) -> list[Entry]:
+    """Gate and up [200, 130], down [130, 200]: every matrix has cut-off blocks."""
+    every = []
+    for e in range(2):
+        for leaf, shape in (("gate", (200, 130)), ("up", (200, 130)), ("down", (130, 200))):
+            every += [entry(f"w{e}.{leaf}", *shape, dtype="float8_e4m3"), entry(f"w{e}.{leaf}_scale_inv", 2, 2, dtype="float32")]
+    return [each for each in every if each.name not in skip]
+
+
+FP8_BANK = tuple(
+    TensorSpec(f"ffn.experts.{leaf}", (2, *shape), "bfloat16") for leaf, shape in (("gate", (200, 130)), ("up", (200, 130)), ("down", (130, 200))))
+BLOCKS = (TensorSpec("a.weight", (129, 256), "bfloat16"),)
+
+
+def test_eight_bit_banks_and_matrices() -> None:
+    plan = settle(FP8_BANK, *fp8_bank())
+    assert ({"ffn.experts": "fp8"}, 12) == (plan.report.expert_formats, len(plan.moves))
+    assert sum(each.num_bytes for each in fp8_bank()) == plan.report.memory_bytes == plan.report.mapped_bytes
+    plan = settle(BLOCKS, entry("a.weight", 129, 256, dtype="float8_e4m3"), entry("a.weight_scale_inv", 2, 2, dtype="float32"))
+    assert (frozenset({"a.weight"}), 129 * 256 * 2, 0) == (plan.unpacked, plan.report.memory_bytes, plan.report.mapped_bytes)
+
+
+def test_eight_bit_pieces_that_do_not_add_up() -> None:
+    codes, scale = entry("a.weight", 129, 256, dtype="float8_e4m3"), entry("a.weight_scale_inv", 2, 2, dtype="float32")
+    assert "unpaired (1): a.weight has no scale" in refusal(BLOCKS, codes)
+    assert "unpaired (1): a.weight_scale_inv has no packed codes" in refusal(BLOCKS, scale)
+    assert "a.weight_scale_inv is [1, 2], [2, 2] is needed" in refusal(BLOCKS, codes, entry("a.weight_scale_inv", 1, 2, dtype="float32"))
+    assert "a.weight is [256, 129], [129, 256] is needed" in refusal(BLOCKS, entry("a.weight", 256, 129, dtype="float8_e4m3"), scale)
+    assert "a.weight_scale_inv is uint8, bfloat16 or float32 can be read" in refusal(BLOCKS, codes, entry("a.weight_scale_inv", 2, 2, dtype="uint8"))
+    assert "mixed formats (1): a.weight and a.weight_scale_inv" in refusal(BLOCKS, entry("a.weight", 129, 256), scale)
+    assert "duplicated (1): other.a.weight and a.weight" in refusal(BLOCKS, codes, scale, entry("other.a.weight", 129, 256, dtype="float8_e4m3"))
+    vector = (TensorSpec("a.weight", (64,), "bfloat16"),)
+    assert "wrong dtype (1): a.weight is float8_e4m3" in refusal(vector, entry("a.weight", 64, dtype="float8_e4m3"))
+    assert "unpaired (1): w1.up has no scale" in refusal(FP8_BANK, *fp8_bank("w1.up_scale_inv"))
+    assert "expert gap (1): ffn.experts.up lacks 1 of 2 experts: 1 (w1.up for ffn.experts.up)" in refusal(
+        FP8_BANK, *fp8_bank("w1.up", "w1.up_scale_inv"))
+    dense = [entry(each.name, *each.shape) if each.name == "w1.up" else each for each in fp8_bank("w1.up_scale_inv")]
+    assert "mixed formats (1): ffn.experts has" in refusal(FP8_BANK, *dense)
 
 
 def test_expert_gaps_name_the_numbers_and_a_tensor() -> None:

@@ -244,6 +244,20 @@ def test_stacked_experts_are_views_of_one_mapped_tensor(tmp_path: Path) -> None:
     assert any(bank.up[1].data_ptr() in each for each in mapped_ranges(tmp_path / "model.safetensors"))
 
 
+def test_gate_and_up_in_one_tensor_are_views_of_its_halves(tmp_path: Path) -> None:
+    content = torch.arange(2 * 6 * 4, dtype=torch.float32).view(2, 6, 4)
+    down = torch.arange(2 * 4 * 3, dtype=torch.float32)
+    write_model(
+        tmp_path, experts__gate_up=("F32", (2, 6, 4), floats(*content.flatten().tolist())), experts__down=("F32", (2, 4, 3), floats(*down.tolist())))
+    specs = (TensorSpec(f"experts.{leaf}", (2, *shape), "float32") for leaf, shape in (("gate", (3, 4)), ("up", (3, 4)), ("down", (4, 3))))
+    bank = load_model(tmp_path, *specs).banks["output.experts"]
+    for expert in range(2):
+        assert torch.equal(content[expert, :3], bank.gate[expert])
+        assert torch.equal(content[expert, 3:], bank.up[expert])
+        assert bank.up[expert].is_contiguous()
+    assert any(bank.up[1].data_ptr() in each for each in mapped_ranges(tmp_path / "model.safetensors"))
+
+
 def test_packed_matrices_outside_of_banks_are_unpacked(tmp_path: Path) -> None:
     """Two rows of 32: all sixteen codes in the order low nibble first, under two scales."""
     codes = bytes((2 * k + 1) % 16 << 4 | 2 * k % 16 for k in range(16))
@@ -371,3 +385,24 @@ def test_spec_of_the_test_is_a_model(tmp_path: Path) -> None:
     write_model(tmp_path)
     spec: ModelSpec = model_of()
     assert {"embed.weight", "norm.weight"} == load(Checkpoint.open(tmp_path), spec, NAMES).tensors.keys()
+
+
+def test_eight_bit_weights_are_scaled_block_by_block(tmp_path: Path) -> None:
+    """Two rows of 129 ones and a two, times 0.5 in the first block of columns and 3 in the second."""
+    row = bytes([0x38] * 129 + [0x40])
+    write_model(tmp_path, a__weight=("F8_E4M3", (2, 130), row + row), a__weight_scale_inv=("F32", (1, 2), floats(0.5, 3.0)))
+    got = load_model(tmp_path, TensorSpec("a.weight", (2, 130), "bfloat16")).tensors["output.a.weight"]
+    assert torch.bfloat16 == got.dtype
+    assert [[0.5] * 128 + [3.0, 6.0]] * 2 == got.tolist()
+
+
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("a__weight_scale_inv", ("F32", (1, 2), floats(0.5, float("nan"))), "output.a.weight_scale_inv (1 values are NaN or infinite)"),
+    ("a__weight", ("F8_E4M3", (2, 130), bytes([0x7F, 0xFF] + [0x7E] * 258)), "output.a.weight (2 codes are NaN)"),
+])
+def test_damaged_eight_bits(tmp_path: Path, name: str, value: tuple[str, tuple[int, ...], bytes], told: str) -> None:
+    given = {"a__weight": ("F8_E4M3", (2, 130), bytes([0x38] * 260)), "a__weight_scale_inv": ("F32", (1, 2), floats(0.5, 3.0))} | {name: value}
+    write_model(tmp_path, **given)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(tmp_path, TensorSpec("a.weight", (2, 130), "bfloat16"))
+    assert told in caught.value.fact

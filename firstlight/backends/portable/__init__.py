@@ -7,11 +7,15 @@ from firstlight.ops.registry import OPERATORS, Refusal, Refuse, never_refuse
 
 FORMS: dict[str, Refuse] = {
     "experts": never_refuse,
+    "fp8_unpack": never_refuse,
     "gated_delta": never_refuse,
     "grouped_attention": never_refuse,
+    "index_scores": never_refuse,
+    "index_topk": never_refuse,
     "latent_attention": never_refuse,
     "mxfp4_unpack": never_refuse,
     "short_conv": never_refuse,
+    "sparse_attention": never_refuse,
 }
 
 

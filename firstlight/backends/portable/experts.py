@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from firstlight.backends.portable.fp8_unpack import fp8_unpack
 from firstlight.backends.portable.mxfp4_unpack import mxfp4_unpack
 from firstlight.ops.activation import Kind, activation
 from firstlight.ops.experts import Bank
 from firstlight.ops.linear import linear
+
+UNPACK = {"mxfp4": mxfp4_unpack, "fp8": fp8_unpack}
 
 
 def experts(
@@ -26,16 +29,6 @@ def experts(
 
 
 def _expert(x_PD: Tensor, bank: Bank, expert: int, kind: Kind, beta: float | None, linear_beta: float | None) -> Tensor:
-    gate_ID, up_ID, down_DI = _dense(bank, expert, x_PD.dtype)
+    gate_ID, up_ID, down_DI = bank.dense(expert, x_PD.dtype, UNPACK)
     hidden_PI = activation(linear(x_PD, gate_ID), linear(x_PD, up_ID), kind=kind, beta=beta, linear_beta=linear_beta)
     return linear(hidden_PI, down_DI)
-
-
-def _dense(bank: Bank, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    if bank.gate_scale is None or bank.up_scale is None or bank.down_scale is None:
-        return bank.dense(expert, dtype)
-    return (
-        mxfp4_unpack(bank.gate[expert], bank.gate_scale[expert]).to(dtype),
-        mxfp4_unpack(bank.up[expert], bank.up_scale[expert]).to(dtype),
-        mxfp4_unpack(bank.down[expert], bank.down_scale[expert]).to(dtype),
-    )

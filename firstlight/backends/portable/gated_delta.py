@@ -1,7 +1,8 @@
 """Gated delta rule: single tokens as one batched update, longer runs by chunks of 64 tokens whose state meets them in matrix products.
 
-Letters: T packed tokens, L tokens of one sequence, N sequences, S slots, H value heads, K key width, V value width, C tokens of a chunk,
-B blocks of 16 tokens (those of all heads and chunks together), P chunk-and-head pairs.
+Letters: T packed tokens, L tokens of one sequence, N sequences, S slots, H value heads, J key heads, K key width, V value width, C tokens of a
+chunk, B blocks of 16 tokens (those of all heads and chunks together), P pairs of a chunk and a value head, Q pairs of a chunk and a key head, G value
+heads of a key head.
 Every decay is a product of factors exp(g) <= 1, never a quotient of two cumulative ones: no gate overflows and none cancels digits.
 Source: chunkwise form, arXiv 2412.06464 (s. 3.3); decay per channel, arXiv 2510.26692 (s. 3).
 """
@@ -32,7 +33,7 @@ IN_PLACE_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Inputs of a run of tokens: as given (g, any dtype, J key heads), or in fp32 with exp(g) and H heads once `prepared`."""
+    """Inputs of a run of tokens: as given (g, any dtype), in fp32 with exp(g) once `prepared`, with H key heads once `spread`."""
 
     q_THK: Tensor
     k_THK: Tensor
@@ -53,12 +54,15 @@ class Tokens:
         return Tokens(*(x.index_select(0, index_N) for x in self.tensors()))
 
     def prepared(self, scale: float, norm_eps: float | None) -> Tokens:
-        """Normalise, scale q, spread key heads, exponentiate the log decay; a decay per head gets one column."""
-        num_heads = self.v_THV.shape[1]
-        q_THK = spread_heads(normalise(self.q_THK, norm_eps) * scale, num_heads)
-        k_THK = spread_heads(normalise(self.k_THK, norm_eps), num_heads)
+        """Normalise, scale q, exponentiate the log decay; a decay per head gets one column."""
+        q_TJK, k_TJK = normalise(self.q_THK, norm_eps) * scale, normalise(self.k_THK, norm_eps)
         log_THK = self.decay_THK if self.decay_THK.dim() == 3 else self.decay_THK.unsqueeze(-1)
-        return Tokens(q_THK, k_THK, self.v_THV.float(), log_THK.float().exp(), self.beta_TH.float())
+        return Tokens(q_TJK, k_TJK, self.v_THV.float(), log_THK.float().exp(), self.beta_TH.float())
+
+    def spread(self) -> Tokens:
+        """Key heads repeated for the value heads that they serve."""
+        q_THK, k_THK = (spread_heads(x_TJK, self.v_THV.shape[1]) for x_TJK in (self.q_THK, self.k_THK))
+        return Tokens(q_THK, k_THK, self.v_THV, self.decay_THK, self.beta_TH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,11 @@ def gated_delta(
     lengths = [end - begin for begin, end in itertools.pairwise(starts)]
     singles = [n for n, length in enumerate(lengths) if length == 1]
     if len(singles) == len(lengths):
-        return o_THV.copy_(_decode(tokens.prepared(scale, norm_eps), state_SHKV, slots_N, contexts))
+        return o_THV.copy_(_decode(tokens.prepared(scale, norm_eps).spread(), state_SHKV, slots_N, contexts))
     if singles:
         index_N = torch.tensor(singles, device=slots_N.device)
         rows_N = torch.tensor([starts[n] for n in singles], device=slots_N.device)
-        single = tokens.select(rows_N).prepared(scale, norm_eps)
+        single = tokens.select(rows_N).prepared(scale, norm_eps).spread()
         o_THV[rows_N] = _decode(single, state_SHKV, slots_N[index_N], [contexts[n] for n in singles]).to(o_THV.dtype)
     for n, slot in enumerate(slots_N.tolist()):
         if lengths[n] == 1:
@@ -133,6 +137,7 @@ def _advance(state_NHKV: Tensor, tokens: Tokens) -> Tensor:
 def _prefill(tokens: Tokens, size: int, state_HKV: Tensor, o_LHV: Tensor) -> None:
     """One segment of one sequence, in chunks of `size` (1: token by token); state_HKV and o_LHV are written in place."""
     if size == 1:
+        tokens = tokens.spread()
         for t in range(len(o_LHV)):
             o_LHV[t] = _advance(state_HKV.unsqueeze(0), tokens.slice(t, t + 1))[0]
         return
@@ -161,26 +166,33 @@ def _by_chunk(x_LHW: Tensor, size: int, fill: float = 0.0) -> Tensor:
 
 def _chunks(tokens: Tokens, size: int) -> Chunks:
     """Padding neither decays (factor 1) nor writes (key, value and beta 0), so the state after the last token is that after the chunk."""
-    q_PCK, k_PCK, v_PCV = (_by_chunk(x, size) for x in (tokens.q_THK, tokens.k_THK, tokens.v_THV))
+    by_head = tokens.decay_THK.shape[-1] == 1
+    tokens = tokens if by_head else tokens.spread()
+    q_QCK, k_QCK, v_PCV = (_by_chunk(x, size) for x in (tokens.q_THK, tokens.k_THK, tokens.v_THV))
     decay_PCK, beta_PC1 = _by_chunk(tokens.decay_THK, size, 1.0), _by_chunk(tokens.beta_TH.unsqueeze(-1), size)
-    weigh = _weigh_by_head if decay_PCK.shape[-1] == 1 else _weigh_by_channel
-    keys_PCC, attend_PCC, since_PCK, ended_PCK = weigh(q_PCK, k_PCK, decay_PCK)
+    keys_PCC, attend_PCC, since_PCK, ended_PCK = (_weigh_by_head if by_head else _weigh_by_channel)(q_QCK, k_QCK, decay_PCK)
     # The solver reads below the diagonal only, and takes the diagonal for 1.
-    eye_PCC = torch.eye(size, dtype=k_PCK.dtype, device=k_PCK.device).expand_as(keys_PCC)
+    eye_PCC = torch.eye(size, dtype=k_QCK.dtype, device=k_QCK.device).expand_as(keys_PCC)
     solve_PCC = torch.linalg.solve_triangular(keys_PCC * beta_PC1, eye_PCC, upper=False, unitriangular=True)
-    read_PDK = torch.cat((k_PCK * since_PCK * beta_PC1, q_PCK * since_PCK), 1)
+    read_PDK = torch.cat((_weighed(k_QCK, since_PCK * beta_PC1), _weighed(q_QCK, since_PCK)), 1)
     return Chunks(solve_PCC, attend_PCC, read_PDK, ended_PCK.transpose(1, 2), v_PCV * beta_PC1, since_PCK[:, -1].unsqueeze(-1))
 
 
-def _weigh_by_head(q_PCK: Tensor, k_PCK: Tensor, decay_PC1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _weighed(x_QCK: Tensor, factor_PCK: Tensor) -> Tensor:
+    """Rows of each key head times the factors of every value head that it serves, [P, C, ...]; the rows are not repeated in memory."""
+    product_QGCK: Tensor = x_QCK.unsqueeze(1) * factor_PCK.unflatten(0, (len(x_QCK), -1))
+    return product_QGCK.flatten(0, 1)
+
+
+def _weigh_by_head(q_QCK: Tensor, k_QCK: Tensor, decay_PC1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k.k and q.k weighed by the decay between both tokens (q.k zero above the diagonal), decay since the start, keys at the end."""
-    size = k_PCK.shape[1]
-    below_CC = torch.ones(size, size, dtype=torch.bool, device=k_PCK.device).tril(-1)
+    size = k_QCK.shape[1]
+    below_CC = torch.ones(size, size, dtype=torch.bool, device=k_QCK.device).tril(-1)
     between_PCC = torch.where(below_CC, decay_PC1, 1.0).cumprod(1).tril()
-    keys_PKC = k_PCK.transpose(1, 2)
+    keys_QKC = k_QCK.transpose(1, 2)
     return (
-        torch.bmm(k_PCK, keys_PKC) * between_PCC, torch.bmm(q_PCK, keys_PKC) * between_PCC,
-        decay_PC1.cumprod(1), k_PCK * between_PCC[:, -1].unsqueeze(-1),
+        _weighed(torch.bmm(k_QCK, keys_QKC), between_PCC), _weighed(torch.bmm(q_QCK, keys_QKC), between_PCC),
+        decay_PC1.cumprod(1), _weighed(k_QCK, between_PCC[:, -1].unsqueeze(-1)),
     )
 
 
