@@ -128,6 +128,23 @@ def test_options_are_frozen() -> None:
     assert FLAGS == {parameter.opts[0] for parameter in options if parameter.is_flag}
 
 
+def test_kernels_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says how many; both before torch is there."""
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    for given, want in ((None, "64"), ("7", "7")):
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+        assert 0 == main(["--version"])
+        assert want == os.environ[name]
+
+
+def test_the_package_is_a_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "firstlight", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("firstlight ")
+    assert 2 == subprocess.run([sys.executable, "-m", "firstlight", "nonsense"], capture_output=True).returncode
+
+
 def test_every_option_is_explained() -> None:
     for command in commands_of(typer.main.get_command(app)).values():
         assert command.help

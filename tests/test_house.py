@@ -42,6 +42,7 @@ BLANKET_EXCEPTS = {
 }
 """Path -> which boundary stands there: a process (worker main, request handler, plug-in load), or a library that leaves no choice."""
 ENVIRONMENT_READERS = {
+    "firstlight/cli.py": "bounds how many compiled kernels oneDNN keeps, which is memory and no result",
     "firstlight/fetch/catalogue.py": "XDG_CACHE_HOME says where models lie, not what they compute",
     "firstlight/fetch/wheel.py": "hands the environment on to pip, with its working folder set",
 }

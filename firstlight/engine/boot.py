@@ -69,6 +69,8 @@ class Options:
                 raise ConfigError(f"`{name}` is {getattr(self, name)!r}", "Use True or False.")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"`seed` is {self.seed!r}", "Use an integer.")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"`seed` is {self.seed}", "Use an integer of 64 bits.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"`dtype` is {self.dtype!r}", f"Use one of {', '.join(DTYPES)}.")
         if self.snapshot_tokens != "auto" and (not isinstance(self.snapshot_tokens, int) or self.snapshot_tokens < 1):

@@ -186,8 +186,9 @@ def _check_constraint(params: SamplingParams, constraint: Constraint | None) -> 
 
 
 def _check_options(priority: str, salt: str | None, images: Rows[Any], split: tuple[int, ...], num_tokens: int) -> None:
-    if not isinstance(priority, str) or priority.upper() not in Priority.__members__:
-        raise RequestError(f"`priority` is {priority!r}", f"Use one of {', '.join(name.lower() for name in Priority.__members__)}.")
+    tiers = [tier.name.lower() for tier in Priority]
+    if priority not in tiers:
+        raise RequestError(f"`priority` is {priority!r}", f"Use one of {', '.join(tiers)}.")
     if salt is not None and not isinstance(salt, str):
         raise RequestError(f"`salt` is {salt!r}", "Use a string, or None.")
     if images:

@@ -11,6 +11,9 @@ from starlette.requests import Request
 from firstlight.serve.limits import Limits
 from firstlight.serve.refusal import JSON_TYPE, bad, not_json, too_large, too_slow
 
+_SMALL_BYTES = 2**20
+"""What is parsed at once; more is left to a thread, so that the event loop goes on with the others."""
+
 
 async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
     """The JSON object of a POST. Raises: Refusal; ClientDisconnect when the client goes before it has said all."""
@@ -19,7 +22,10 @@ async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
         raise not_json(f"the body's Content-Type is {kind[:100]!r}", f"Send {JSON_TYPE}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise not_json("the body is compressed", "Send it as plain JSON.")
-    return parse(await _read(request, limits), limits.json_depth)
+    raw = await _read(request, limits)
+    if len(raw) > _SMALL_BYTES:
+        return await asyncio.to_thread(parse, raw, limits.json_depth)
+    return parse(raw, limits.json_depth)
 
 
 def parse(raw: bytes | bytearray, depth: int) -> dict[str, Any]:

@@ -50,6 +50,10 @@ def format_of(service: Service) -> ChatFormat:
 def render(service: Service, content: Mapping[str, Any]) -> list[int]:
     """Prompt ids of a body with `messages`. Raises: Refusal, RequestError."""
     asked = {name: value for name, value in content.items() if name not in _OWN and value is not None}
+    for message in content["messages"]:
+        # Earlier answers may be shortened by the format; what others said stays whole.
+        if isinstance(message, dict) and message.get("role") != "assistant" and isinstance(message.get("content"), str):
+            service.check_length(message["content"], "messages")
     try:
         return format_of(service).render(content["messages"], content.get("tools"), **asked)
     except RequestError as error:
@@ -76,6 +80,7 @@ class Chat:
             raise bad(f"`n` is {num_choices}", f"Ask for at most {service.limits.num_choices} choices in one request.", "n")
         chat = format_of(service)
         tokens = await asyncio.to_thread(render, service, self.content)
+        service.check_size(tokens, "messages")
         asked = {name: value for name, value in self.content.items() if name not in _OWN and value is not None}
         thinks = chat.thinks(messages=fields.messages, **asked)
         grammar = None if service.structures is None else await service.structures.chat(self.content, chat)
@@ -148,7 +153,8 @@ class Chat:
         """Enter an event: what it makes visible, and whether the answer has ended, be it by a stop string."""
         deltas: list[Delta] = []
         if event.token is not None:
-            deltas = choice.reader.push([event.token])
+            ends = event.finish == "stop" and event.token in (self.fields.stop_token_ids or ()) and not choice.reader.marks(event.token)
+            deltas = [] if ends else choice.reader.push([event.token])
             self.usage.num_generated += 1
             if choice.thinks and not choice.reader.answering and self.usage.num_reasoning is not None:
                 self.usage.num_reasoning += 1

@@ -53,9 +53,10 @@ class Completion:
         service.check_model(fields.model)
         _check_combinations(fields, known=service.tokenizer is not None)
         num_choices = fields.n or 1
-        prompts = await asyncio.to_thread(list, self._prompts(fields.prompt))
-        if len(prompts) > service.limits.num_prompts:
-            raise bad(f"`prompt` holds {len(prompts)} prompts", f"Send at most {service.limits.num_prompts} in one request.", "prompt")
+        given = fields.prompt
+        if isinstance(given, list) and len(given) > service.limits.num_prompts and isinstance(given[0], str | list):
+            raise bad(f"`prompt` holds {len(given)} prompts", f"Send at most {service.limits.num_prompts} in one request.", "prompt")
+        prompts = await asyncio.to_thread(list, self._prompts(given))
         if len(prompts) * num_choices > service.limits.num_choices:
             fact = f"{len(prompts)} prompts with `n` {num_choices} make {len(prompts) * num_choices} choices"
             raise bad(fact, f"Ask for at most {service.limits.num_choices} in one request.", "n")

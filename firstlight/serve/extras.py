@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -57,14 +58,10 @@ async def tokenize(service: Service, content: Mapping[str, Any], reply: Reply, v
     """POST /tokenize."""
     fields, _ = read(TokenizeFields, content)
     service.check_model(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
-        raise bad(f"{'neither' if fields.prompt is None else 'both'} of `prompt` and `messages` given", "Give exactly one of them.", "prompt")
-    if fields.prompt is not None:
-        special = service.tokenizer is not None and fields.add_special_tokens is not False
-        tokens = [*(service.tokenizer.prefix_ids if special and service.tokenizer else ()), *service.encode(fields.prompt, "prompt")]
-    else:
-        tokens = render(service, content)
-    names = [service.spelling.name(token) for token in tokens] if fields.return_token_strs else None
+    _check_one(fields.prompt, fields.messages)
+    special = fields.add_special_tokens is not False
+    tokens = await asyncio.to_thread(_tokens, service, content, fields.prompt, special=special)
+    names = await asyncio.to_thread(list, map(service.spelling.name, tokens)) if fields.return_token_strs else None
     await reply.whole({"count": len(tokens), "max_model_len": service.max_context, "tokens": tokens, "token_strs": names})
 
 
@@ -74,30 +71,44 @@ async def detokenize(service: Service, content: Mapping[str, Any], reply: Reply,
     service.check_model(fields.model)
     if service.tokenizer is None:
         raise bad("`tokens` is given, the model's folder has no tokenizer", "There is no text to be had.", "tokens")
-    beyond = next((token for token in fields.tokens if not 0 <= token < service.machine.spec.num_vocab), None)
-    if beyond is not None:
-        fact = f"`tokens` holds {str(beyond)[:30]}, outside of the vocabulary of {service.machine.spec.num_vocab}"
-        raise bad(fact, f"Use ids from 0 to {service.machine.spec.num_vocab - 1}.", "tokens")
-    await reply.whole({"prompt": service.tokenizer.decode(fields.tokens)})
+    await asyncio.to_thread(service.check_ids, fields.tokens, "tokens")
+    await reply.whole({"prompt": await asyncio.to_thread(service.tokenizer.decode, fields.tokens)})
 
 
 async def explain(service: Service, content: Mapping[str, Any], reply: Reply, visit: Visit) -> None:
     """POST /v1/cache/explain: how much of a prompt would be reused now, and why not more."""
     fields, _ = read(ExplainFields, content)
     service.check_model(fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
-        raise bad(f"{'neither' if fields.prompt is None else 'both'} of `prompt` and `messages` given", "Give exactly one of them.", "prompt")
-    if fields.messages is not None:
-        tokens = render(service, content)
-    else:
-        prompts = listed(fields.prompt)
-        if len(prompts) != 1:
-            raise bad(f"`prompt` holds {len(prompts)} prompts", "Ask for one at a time.", "prompt")
-        first = prompts[0]
-        begin = service.tokenizer.prefix_ids if service.tokenizer is not None and isinstance(first, str) else ()
-        tokens = [*begin, *service.encode(first, "prompt")] if isinstance(first, str) else first
+    _check_one(fields.prompt, fields.messages)
+    tokens = await asyncio.to_thread(_asked, service, content, fields.prompt)
     salt = (fields.cache_salt or "").encode()
     await reply.whole(await service.engine.ask(partial(service.machine.cache.explain, tokens, salt=salt)))
+
+
+def _check_one(prompt: Any, messages: Any) -> None:
+    if (prompt is None) == (messages is None):
+        raise bad(f"{'neither' if prompt is None else 'both'} of `prompt` and `messages` given", "Give exactly one of them.", "prompt")
+
+
+def _asked(service: Service, content: Mapping[str, Any], prompt: Any) -> Sequence[int]:
+    """The one prompt of a body, checked: it goes to the thread that steps the engine, which must not be held up."""
+    given = prompt
+    if prompt is not None:
+        prompts = listed(prompt)
+        if len(prompts) != 1:
+            raise bad(f"`prompt` holds {len(prompts)} prompts", "Ask for one at a time.", "prompt")
+        given = prompts[0]
+    tokens = given if isinstance(given, list) else _tokens(service, content, given)
+    service.check_tokens(tokens, "messages" if prompt is None else "prompt")
+    return tokens
+
+
+def _tokens(service: Service, content: Mapping[str, Any], text: str | None, *, special: bool = True) -> list[int]:
+    """Ids of a text, or of the messages where there is none. Slow for long ones: called in a thread."""
+    if text is None:
+        return render(service, content)
+    begin = service.tokenizer.prefix_ids if special and service.tokenizer is not None else ()
+    return [*begin, *service.encode(text, "prompt")]
 
 
 def models(service: Service) -> Response:

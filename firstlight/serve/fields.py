@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
@@ -60,10 +60,16 @@ REFUSED: dict[str, str] = {
 """Known fields that would change the answer and are not served, each with what to do instead."""
 
 _FIXES = {
+    "messages": "Send a list with at least one message, each an object.",
+    "priority": "Use interactive, standard or background.",
     "stop": "Use a string, or a list of strings.",
     "stream_options": 'Use an object such as {"include_usage": true}.',
     "logit_bias": "Use an object from token ids, as strings, to numbers from -100 to 100.",
 }
+
+MOST_UNKNOWN = 100
+"""Fields that nobody knows in one body; each is compared with all known ones, which takes time."""
+_LONGEST_SLIP = 40
 
 
 class StreamOptions(BaseModel):
@@ -98,7 +104,7 @@ class Sampled(BaseModel):
     min_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: str | None = None
+    priority: Literal["interactive", "standard", "background"] | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured: dict[str, Any] | None = None
@@ -146,6 +152,10 @@ def read(kind: type[M], content: Mapping[str, Any], *, unknown_refused: bool = F
     except ValidationError as error:
         raise _refusal(error) from None
     extra = [name for name in (fields.model_extra or {}) if name not in REFUSED]
+    num_unknown = sum(name not in IGNORED for name in extra)
+    if num_unknown > MOST_UNKNOWN:
+        raise bad(f"the request has {num_unknown} fields that are not known", f"Leave them out; {MOST_UNKNOWN} are set aside at most.",
+                  code="unknown_parameter")
     for name in extra:
         _check_unknown(name, kind, unknown_refused)
     return fields, [name for name in extra if content[name] is not None]
@@ -154,7 +164,7 @@ def read(kind: type[M], content: Mapping[str, Any], *, unknown_refused: bool = F
 def _check_unknown(name: str, kind: type[BaseModel], refused: bool) -> None:
     if name in IGNORED:
         return
-    near = get_close_matches(name, kind.model_fields, 1, 0.85)
+    near = get_close_matches(name, kind.model_fields, 1, 0.85) if len(name) <= _LONGEST_SLIP else []
     if near or refused:
         fix = f"Did you mean `{near[0]}`?" if near else "Leave it out."
         raise bad(f"`{name[:100]}` is not a field of this request", fix, name[:100], code="unknown_parameter")

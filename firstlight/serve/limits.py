@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from firstlight.spec.errors import ConfigError
@@ -34,6 +35,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is not None and math.isnan(value):
+                raise ConfigError(f"the limit `{field.name}` is {value}, which nothing can be compared with", "Use a number above 0.")
             if value is not None and value <= 0 and field.name not in ("num_queued", "drain_s"):
                 raise ConfigError(f"the limit `{field.name}` is {value}, no request could pass", "Use a number above 0.")
             if value is not None and value < 0:

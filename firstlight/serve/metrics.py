@@ -72,7 +72,11 @@ class Metrics(Collector):
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type, in the format that the Accept header of a scraper prefers."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # a version that is no number: whoever asks so odd gets the plain format
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
 

@@ -33,6 +33,9 @@ KEEP_ALIVE_S = 65
 STUCK_S = 15
 """What is granted beyond the drain to a step under way before the process ends without it."""
 
+AT_ONCE_S = 1
+"""The same after a second signal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -65,6 +68,7 @@ async def _serve(llm: LLM, settings: Settings, place: Place, listening: socket.s
     engine = AsyncEngine(llm.engine)
     watch = Watch(llm, engine, model_name=settings.names[0], texts_logged=settings.texts_logged, tracing=tracing)
     service = Service(llm, settings, engine=engine, watch=watch)
+    server: Server | None = None
     try:
         config = uvicorn.Config(
             build_app(service), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
@@ -74,7 +78,7 @@ async def _serve(llm: LLM, settings: Settings, place: Place, listening: socket.s
         await server.serve(sockets=[listening])
         return server.code
     finally:
-        await _ended(service.close(), STUCK_S)
+        await _ended(service.close(), AT_ONCE_S if server is not None and server.force_exit else STUCK_S)
 
 
 class Server(uvicorn.Server):

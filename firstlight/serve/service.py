@@ -18,7 +18,7 @@ from firstlight.sched.sequence import Event
 from firstlight.serve.door import Door
 from firstlight.serve.limits import Limits
 from firstlight.serve.profiles import PROFILES, Profile
-from firstlight.serve.refusal import bad, failed, refusal_of, unavailable, unknown_model
+from firstlight.serve.refusal import Refusal, bad, failed, refusal_of, unavailable, unknown_model
 from firstlight.serve.structured import Structures
 from firstlight.serve.text import Spelling
 from firstlight.serve.visit import Visit
@@ -93,6 +93,12 @@ class Service:
         return longest if capacity is None else min(longest, capacity + 1)
 
     @cached_property
+    def longest_chars(self) -> int:
+        """No text with more characters fits the context, whatever it says: none of its tokens has more bytes than the longest one."""
+        assert self.tokenizer is not None
+        return self.max_context * max(len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.num_vocab))
+
+    @cached_property
     def chat(self) -> ChatFormat | FirstlightError:
         """The model's chat format, or why it has none."""
         try:
@@ -114,10 +120,35 @@ class Service:
         """Ids of plain text, without what begins a prompt. Raises: Refusal without a tokenizer."""
         if self.tokenizer is None:
             raise bad(f"`{param}` is text, the model's folder has no tokenizer", "Give token ids.", param)
+        self.check_length(text, param)
         return self.tokenizer.encode(text)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raises: Refusal for a text that cannot fit, before time is spent on its tokens."""
+        if self.tokenizer is not None and len(text) > self.longest_chars:
+            raise _too_long(f"`{param}` has {len(text):,} characters, more than {self.max_context:,} tokens can spell", param)
+
+    def check_size(self, tokens: Sequence[int], param: str) -> None:
+        """Raises: Refusal for more tokens than the context."""
+        if len(tokens) > self.max_context:
+            raise _too_long(f"`{param}` has {len(tokens):,} tokens, this model takes {self.max_context:,}", param)
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raises: Refusal for more tokens than the context, or for one outside of the vocabulary."""
+        self.check_size(tokens, param)
+        self.check_ids(tokens, param)
+
+    def check_ids(self, tokens: Sequence[int], param: str) -> None:
+        """Raises: Refusal for a token outside of the vocabulary."""
+        num_vocab = self.machine.spec.num_vocab
+        beyond = next((token for token in tokens if not 0 <= token < num_vocab), None)
+        if beyond is not None:
+            fact = f"`{param}` holds {str(beyond)[:30]}, outside of the vocabulary of {num_vocab}"
+            raise bad(fact, f"Use ids from 0 to {num_vocab - 1}.", param)
 
     def check(self, job: Job, param: str) -> None:
         """Raises: Refusal for what the engine would refuse, before any head of a response is sent; `param` is where the tokens come from."""
+        self.check_size(job.tokens, param)
         try:
             self.machine.engine.check(
                 job.tokens, job.params, priority=job.priority, salt=job.salt, collect=job.collect, constraint=job.constraint)
@@ -126,6 +157,7 @@ class Service:
 
     async def events(self, job: Job, visit: Visit) -> AsyncGenerator[Event, None]:
         """The events of a choice, seen by the watch. Raises: Refusal when it ends with an error or is aborted by the server."""
+        visit.begins()
         stream = self.engine.generate(
             job.tokens, job.params, priority=job.priority, salt=job.salt, most_unread=self.limits.most_unread, collect=job.collect,
             constraint=job.constraint)
@@ -152,6 +184,10 @@ class Service:
         if self.structures is not None:
             self.structures.close()
         await asyncio.to_thread(self.watch.close)
+
+
+def _too_long(fact: str, param: str) -> Refusal:
+    return bad(fact, "Shorten it.", param, code="context_length_exceeded")
 
 
 def new_id(kind: str) -> str:

@@ -105,4 +105,7 @@ def _own(value: Any) -> Structure:
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
         raise RequestError(f"`structured` is {value!r:.80}", "Send an object with one of json_schema, regex and choice.")
     (kind, given), = value.items()
-    return kinds[kind](given)
+    try:
+        return kinds[kind](given)
+    except RequestError as error:
+        raise RequestError(f"`structured`: {error.fact}", error.fix) from None

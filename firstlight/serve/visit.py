@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firstlight.sched.sequence import Account, Event
+from firstlight.spec.errors import CapacityError, PeerError, RequestError
 from firstlight.spec.sampling import SamplingParams
 
 
@@ -38,6 +39,7 @@ class Visit:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     first_token_s: float | None = None
+    num_begun: int = 0
     seq_ids: dict[int, None] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     accounts: list[Account] = field(default_factory=list)
@@ -51,6 +53,10 @@ class Visit:
         """Enter what the body asks for, once it is understood; `operation` is "chat" or "text_completion"."""
         self.operation, self.model, self.params, self.priority, self.stream = operation, model, params, priority, stream
         self.num_prompt_tokens, self.response_id, self.num_choices = num_prompt_tokens, response_id, num_choices
+
+    def begins(self) -> None:
+        """Enter that a choice goes to the engine; if its client leaves soon, there is no event of it."""
+        self.num_begun += 1
 
     def take(self, event: Event) -> None:
         """Enter an event of any of its sequences."""
@@ -88,4 +94,7 @@ class Visit:
 
     def finish_reasons(self) -> list[str]:
         """How each sequence ended; those that were left alone by their client say "abort"."""
-        return [self.finishes.get(seq_id, "abort") for seq_id in self.seq_ids]
+        reasons = [self.finishes.get(seq_id, "abort") for seq_id in self.seq_ids]
+        # What the engine refused has never run.
+        refused = isinstance(self.error, RequestError | CapacityError | PeerError)
+        return reasons if refused else reasons + ["abort"] * (self.num_begun - len(reasons))

@@ -115,6 +115,8 @@ def thinking(fields: Mapping[str, Any]) -> Thinking:
         raise RequestError(f"`thinking` and `chat_template_kwargs` disagree: effort {given.effort!r} and {effort!r}", "Send one of them.")
     if on is None and word == "none":
         on = False
+    if word == "":
+        raise RequestError("`reasoning_effort` is an empty string", "Say how much, or leave it out.")
     chosen = given.effort or effort or (None if word == "none" else word)
     if not isinstance(chosen, str | None):
         raise RequestError(f"the thinking effort is {brief(chosen)}", "Send a string.")
@@ -131,6 +133,8 @@ def _thinking_object(value: Any) -> Thinking:
         raise RequestError(f"`thinking` is {brief(value)}", "Send an object of the type enabled or disabled.")
     if value.get("keep") not in (None, "all"):
         raise RequestError(f"`thinking` has keep {brief(value['keep'])}", "Reasoning of earlier answers is always kept: use 'all'.")
+    if not isinstance(value.get("effort"), str | None):
+        raise RequestError(f"`thinking` has effort {brief(value['effort'])}", "Send a string.")
     return Thinking(on=True, effort=value.get("effort"))
 
 

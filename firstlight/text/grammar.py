@@ -11,7 +11,7 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from firstlight.spec.errors import RequestError
-from firstlight.spec.structured import JsonSchema, Structure
+from firstlight.spec.structured import JsonSchema, Regex, Structure
 from firstlight.text.grammar_rules import Rules
 from firstlight.text.grammar_schema import MAX_SCHEMA_BYTES, enforceable, refusal, sized, softened, summary
 from firstlight.text.grammar_turn import Draft, Tool, Turn, draft
@@ -25,6 +25,7 @@ NUM_KEPT = 64
 """Compiled grammars that are kept for requests to come."""
 
 _LARGE = "Make the schemas smaller: fewer alternatives, fewer optional properties, shorter patterns."
+_PATTERN = "Correct the pattern where it is no regular expression, or make it shorter; look-around and back-references are not served."
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=100_000, max_lexer_states=100_000,
     max_grammar_size=500_000, verbose_errors=False)
@@ -96,7 +97,7 @@ class Grammars:
         if fault is not None:
             if isinstance(structure, JsonSchema) and not words.triggers:
                 raise refusal(structure.schema, where, fault, strict=structure.strict)
-            raise RequestError(f"{where} cannot be compiled: {fault}", _LARGE)
+            raise RequestError(f"{where} cannot be compiled: {fault}", _PATTERN if isinstance(structure, Regex) else _LARGE)
         banned = _mask_without(words.banned, self.num_vocab) if words.banned else None
         grammar = Grammar(matcher, words.triggers, banned, end_ids)
         with self._lock:

@@ -188,6 +188,7 @@ class _Arguments:
         self._key: str | None = None
         self._kind = ""
         self._value: list[str] = []
+        self._first = ""
         self._num_written = 0
         self._raw = False
 
@@ -198,6 +199,7 @@ class _Arguments:
         self._key = tag.attributes.get("key")
         self._kind = "raw" if tag.name == "json" else "string" if tag.attributes.get("type", "string") == "string" else "typed"
         self._value = []
+        self._first = ""
         if tag.name == "json":
             self._kind = "skipped" if self._num_written or self._raw else "raw"
         elif self._raw or self._key is None:
@@ -211,10 +213,18 @@ class _Arguments:
         if self._kind == "string":
             self._transcript.arguments(_quoted(text)[1:-1])
         elif self._kind == "raw":
-            self._raw = self._raw or bool(text.strip())
-            self._transcript.arguments(text)
+            self._raw_value(text)
         elif self._kind == "typed":
             self._value.append(text)
+
+    def _raw_value(self, text: str) -> None:
+        """All arguments in one: what begins as an object goes on at once, anything else waits until it is known to be no JSON value."""
+        self._value.append(text)
+        self._first = self._first or text.lstrip()[:1]
+        if self._first == "{":
+            self._raw = True
+            self._transcript.arguments("".join(self._value))
+            self._value.clear()
 
     def close(self) -> None:
         """The open element is whole."""
@@ -224,7 +234,19 @@ class _Arguments:
             self._write_key()
             text = "".join(self._value)
             self._transcript.arguments(text if _is_json(text) else _quoted(text))
+        elif self._kind == "raw" and self._value:
+            self._close_raw("".join(self._value))
         self._kind = ""
+
+    def _close_raw(self, text: str) -> None:
+        """A value that is no object becomes the only argument; text that is no JSON stays, as the format takes it back like that."""
+        self._raw = bool(text.strip())
+        plain = text.strip()
+        if plain == "null":
+            text = "{}"
+        elif plain and _is_json(text):
+            text = f'{{"json": {text}}}'
+        self._transcript.arguments(text)
 
     def finish(self) -> None:
         """The call is complete; the next one begins anew."""

@@ -165,6 +165,8 @@ def _parsed(text: str) -> Any:
     constants: list[str] = []
     try:
         value = json.loads(text, parse_constant=constants.append, parse_int=_Number, parse_float=_Number)
+        # What cannot be written again (too deep, lone surrogates) stays as the model wrote it: refused, it would end the conversation.
+        _spelled(value).encode()
     except (ValueError, RecursionError):
         return _NOT_JSON
     return _NOT_JSON if constants else value

@@ -127,6 +127,10 @@ class Reader:
         self._text("".join(pieces))
         return self._machine.transcript.take()
 
+    def marks(self, token_id: int) -> bool:
+        """Whether a token is a mark of the format, which is read and never shown."""
+        return token_id in self._marks
+
     def finish(self, engine_reason: Reason) -> list[Delta]:
         """What was held back, now that the engine has ended the answer; a cut character becomes U+FFFD."""
         self._text(self._detokenizer.finish(), ends=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from firstlight.serve import body, extras, fields
 from firstlight.serve.fields import IGNORED, REFUSED, ChatFields, CompletionFields
 from firstlight.serve.limits import Limits
 from firstlight.serve.service import Settings
@@ -97,11 +100,16 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (COMPLETE, {"stream": True, "prompt": [5] * 3000}, 400, "prompt"),
     (COMPLETE, {"priority": "urgent"}, 400, "priority"),
     (COMPLETE, {"priority": 1}, 400, "priority"),
+    (COMPLETE, {"priority": "Interactive"}, 400, "priority"),
+    (COMPLETE, {"priority": "\u0131nteractive"}, 400, "priority"),
+    (COMPLETE, {f"new_{number}": 1 for number in range(101)}, 400, None),
     (COMPLETE, {"suffix": "x"}, 400, "suffix"),
     (COMPLETE, {"max_token": 5}, 400, "max_token"),
     (COMPLETE, {"temprature": 0}, 400, "temprature"),
     (COMPLETE, {"guided_regex": "a"}, 400, "guided_regex"),
     (COMPLETE, {"structured": {"regex": "["}}, 400, "structured"),
+    (COMPLETE, {"structured": {"regex": ""}}, 400, "structured"),
+    (COMPLETE, {"structured": {"choice": []}}, 400, "structured"),
     (COMPLETE, {"structured": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos"),
     (CHAT, {"model": "nobody"}, 404, "model"),
     (CHAT, {"messages": None}, 400, "messages"),
@@ -115,6 +123,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}]}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "messages"),
+    (COMPLETE, {"prompt": "x" * 100_000}, 400, "prompt"),
     (CHAT, {"max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 600}, 400, "max_tokens"),
@@ -128,7 +138,9 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"tool_choice": "sometimes"}, 400, "tool_choice"),
     (CHAT, {"reasoning_effort": "colossal"}, 400, "reasoning_effort"),
+    (CHAT, {"reasoning_effort": ""}, 400, "reasoning_effort"),
     (CHAT, {"thinking": {"type": "maybe"}}, 400, "thinking"),
+    (CHAT, {"thinking": {"type": "enabled", "effort": 1}}, 400, "thinking"),
     (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format"),
     (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, 400, "response_format"),
@@ -142,6 +154,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     ("/v1/cache/explain", {"prompt": ["a", "b"]}, 400, "prompt"),
     ("/v1/cache/explain", {"prompt": 5}, 400, "prompt"),
+    ("/v1/cache/explain", {"prompt": [288]}, 400, "prompt"),
+    ("/v1/cache/explain", {"prompt": [5] * 2049}, 400, "prompt"),
+    ("/v1/cache/explain", {"prompt": "x" * 100_000}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x" * 100_000}, 400, "prompt"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
 ]
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -183,6 +200,60 @@ def test_bad_fields(serve: Serve) -> None:
 
     assert len(BAD) + len(RAW) > 60
     serve(test, max_tokens=500)
+
+
+def test_messages_say_what_to_do(serve: Serve) -> None:
+    """In plain words; what is wrong with a pattern is not the size of a schema."""
+
+    async def test(client: Client) -> None:
+        empty = (await client.post(CHAT, {"model": "default", "messages": []})).json()["error"]["message"]
+        assert "`messages` is []. Send a list with at least one message, each an object." == empty
+        wrong = (await client.post(COMPLETE, {**GOOD[COMPLETE], "structured": {"regex": "a("}})).json()["error"]["message"]
+        assert "schemas" not in wrong
+        assert "Correct the pattern" in wrong
+        many = await client.post(COMPLETE, {**GOOD[COMPLETE], **{f"new_{number}": 1 for number in range(100)}})
+        assert 200 == many.status_code
+
+    serve(test)
+
+
+def test_long_names_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing takes the time of both lengths together, for each known field."""
+    compared: list[str] = []
+    monkeypatch.setattr(fields, "get_close_matches", lambda name, *rest: compared.append(name) or [])
+    _, ignored = fields.read(CompletionFields, {**GOOD[COMPLETE], "n" * 41: 1, "n" * 40: 1})
+    assert (["n" * 41, "n" * 40], ["n" * 40]) == (ignored, compared)
+
+
+def test_slow_work_leaves_the_event_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rendering, encoding, decoding and the parsing of a long body are left to other threads."""
+
+    async def test(client: Client) -> None:
+        tokenizer, threads = client.service.tokenizer, {}
+        loop = threading.get_ident()
+
+        def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def made(*given: Any, **options: Any) -> Any:
+                threads.setdefault(name, set()).add(threading.get_ident())
+                return call(*given, **options)
+
+            return made
+
+        for name in ("encode", "decode"):
+            monkeypatch.setattr(tokenizer, name, watched(name, getattr(tokenizer, name)))
+        monkeypatch.setattr(extras, "render", watched("render", extras.render))
+        for path, content in [
+            ("/tokenize", {"prompt": "hi"}), ("/tokenize", {"messages": USER}), ("/detokenize", {"tokens": [72]}),
+            ("/v1/cache/explain", {"prompt": "hi"}), ("/v1/cache/explain", {"messages": USER}),
+        ]:
+            assert 200 == (await client.post(path, content)).status_code
+        assert {"encode", "decode", "render"} == set(threads)
+        monkeypatch.setattr(body, "parse", watched("parse", body.parse))
+        assert 200 == (await client.post("/tokenize", {"prompt": "hi", "note": "x" * 2**20})).status_code
+        assert all(loop not in found for found in threads.values()), threads
+        assert "parse" in threads
+
+    serve(test)
 
 
 def test_bad_bodies(serve: Serve) -> None:
@@ -276,6 +347,7 @@ def test_the_document_names_every_field() -> None:
 
 
 def test_limits_need_sense() -> None:
-    for wrong in ({"body_bytes": 0}, {"max_tokens": 0}, {"drain_s": -1.0}, {"num_queued": -1}):
+    nans = ({name: math.nan} for name in ("request_s", "stall_s", "drain_s"))
+    for wrong in ({"body_bytes": 0}, {"max_tokens": 0}, {"drain_s": -1.0}, {"num_queued": -1}, *nans):
         with pytest.raises(ConfigError):
             Limits(**wrong)  # type: ignore[arg-type]

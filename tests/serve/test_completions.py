@@ -134,6 +134,23 @@ def test_stops(serve: Serve) -> None:
     serve(test)
 
 
+def test_a_stop_token_is_not_text_in_a_chat_either(serve: Serve) -> None:
+    """Ordinary tokens that end an answer are left out; its ids show where it ended."""
+
+    async def test(client: Client) -> None:
+        asked: dict[str, Any] = {"seed": 5, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "thinking": {"type": "disabled"}}
+        full = (await client.chat("hi", **asked))["choices"][0]
+        token = next(token for place, token in enumerate(full["token_ids"]) if place >= 3 and 65 <= token < 123)
+        tokens = full["token_ids"][: full["token_ids"].index(token) + 1]
+        ended = (await client.chat("hi", **asked, stop_token_ids=[token]))["choices"][0]
+        assert (tokens, "stop") == (ended["token_ids"], ended["finish_reason"])
+        shown = ended["message"]["content"] or ""
+        assert full["message"]["content"].startswith(shown + chr(token))
+        assert chr(token) not in shown
+
+    serve(test)
+
+
 def test_usage_counts_what_happened(serve: Serve) -> None:
     """Cached tokens are those of the engine; running counts in a stream grow to the final one; a salt keeps namespaces apart."""
 

@@ -64,6 +64,17 @@ def test_both_formats_say_the_same(llm: LLM) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("accept", ["application/openmetrics-text;version=x", "application/openmetrics-text; version=1.x.0", ";;=,="])
+def test_an_odd_accept_header_gets_the_plain_format(llm: LLM, accept: str) -> None:
+    async def work() -> None:
+        async with Site(llm) as client:
+            answer = await client.get("/metrics", headers={"accept": accept})
+        assert (200, "text/plain; version=0.0.4; charset=utf-8") == (answer.status_code, answer.headers["content-type"])
+        assert samples(answer.text)
+
+    run(work())
+
+
 def test_every_measure_is_there_and_no_other() -> None:
     async def work() -> None:
         with small(verify_hits=1.0) as llm:

@@ -161,11 +161,31 @@ def test_a_step_that_never_ends() -> None:
         process.process.wait()
 
 
+def test_a_second_signal_does_not_wait_for_a_stuck_step() -> None:
+    """Not for the drain, and not for the step."""
+    process = Process("--drain-timeout", "1000", before=STUCK.replace("STUCK_S = 1", "STUCK_S = 1000"))
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(process.url + COMPLETE, json={**LONG, "max_tokens": 1}, timeout=0.5)
+        process.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + LIMIT_S
+        while "choices under way" not in process.said:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert 1 == process.stop(), process.said
+        assert "a step does not end" in process.said
+    finally:
+        process.process.kill()
+        process.process.wait()
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in"), (["--host", "::"], "lets other machines in"),
     (["--host", "no.such.host.invalid"], "lets other machines in"), (["--port", "99999"], "cannot listen on"),
     (["--profile", "acme"], "--profile is 'acme'. Use one of openai, kimi."), (["--max-body", "much"], "--max-body is 'much'"),
     (["--api-key", " "], "an API key is empty"), (["--api-key-file", "/nowhere"], "cannot be read"), (["--max-tokens", "0"], "`max_tokens` is 0"),
+    (["--request-timeout", "nan"], "`request_s` is nan"), (["--stall-timeout", "nan"], "`stall_s` is nan"),
+    (["--drain-timeout", "nan"], "`drain_s` is nan"), (["--seed", str(2**64)], f"`seed` is {2**64}"), (["--seed", str(-(2**63) - 1)], "`seed` is -"),
     (["--tool-call-ids", "odd"], "--tool-call-ids is 'odd'"), (["--log-level", "loud"], "`log_level` is 'loud'"), (["/nowhere"], "/nowhere"),
 ])
 def test_what_cannot_be_served_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,8 @@ def test_who_leaves_is_cancelled(gated: Callable[..., None], content: dict[str, 
         await client.emptied()
         assert gate.num_steps < 1000
         assert not line.sent or line.sent[-1].get("more_body", True), "it never got an end"
+        num_choices = content.get("n", 1) * (2 if isinstance(content["prompt"], list) else 1)
+        assert {("standard", "abort"): num_choices} == client.service.watch.ends
 
     gated(test)
 

@@ -206,6 +206,10 @@ DEVIANT: dict[str, tuple[str, Expected]] = {
         called(call("f", o("json", type="object") + ' {"a":1}' + c("json")), call("g", o("json") + " " + c("json"))),
         made(f=' {"a":1}', g=" {}"),
     ),
+    "arguments in one that are a value of another kind": (
+        called(*(call("f", o("json") + raw + c("json")) for raw in ("[1]", ' "x"', "5", "null", "[1", "NaN", ""))),
+        (None, None, [("f", raw) for raw in ('{"json": [1]}', '{"json":  "x"}', '{"json": 5}', "{}", "[1", "NaN", "{}")]),
+    ),
     "arguments in one and one by one": (
         called(call("f", o("json") + "{}" + c("json") + arg("a", "1")), call("g", arg("a", "1") + o("json") + "{}" + c("json"))),
         made(f="{}", g='{"a": "1"}'),
@@ -411,6 +415,30 @@ def test_an_answer_sent_back_renders_to_the_same_ids(name: str, kimi_k3: Tokeniz
     assert [*before, *ids] == after[: len(before) + len(ids)]
 
 
+UNWRITTEN = [
+    "[1]", '"x"', "5", "null", "", '{"a":1', '{"a":NaN}', '{"a":"\\ud800"}', '"\\ud800"', '{"a":' * 900 + "1" + "}" * 900, "[" * 900 + "]" * 900,
+]
+"""Values of a json element that are no object, no JSON, or cannot be written again."""
+
+
+@pytest.mark.parametrize("raw", UNWRITTEN, ids=range(len(UNWRITTEN)))
+def test_whatever_a_call_holds_can_be_sent_back(raw: str, kimi_k3: Tokenizer) -> None:
+    """Refused in the history, it would end the conversation; text that goes out unchanged is rendered unchanged."""
+    fmt = chat.load("kimi_k3", kimi_k3)
+    typed = arg("k", raw, "object")
+    for inner in (o("json", type="object") + raw + c("json"), typed):
+        ids = ids_of(kimi_k3, called(call("f", inner)))
+        message = read(fmt, [ids])[0]
+        assert message == read(fmt, [[token] for token in ids])[0]
+        (made_call,) = message.tool_calls
+        function = {"name": made_call.name, "arguments": made_call.arguments}
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": made_call.id, "function": function}]}]
+        shown = fmt.render_text(turns, add_generation_prompt=False)
+        assert fmt.render(turns)
+        if inner != typed and made_call.arguments == raw:
+            assert inner in shown
+
+
 def test_the_end_token_may_be_kept_back_by_the_engine(kimi_k3: Tokenizer) -> None:
     fmt = chat.load("kimi_k3", kimi_k3)
     for case in CASES:
@@ -425,6 +453,13 @@ def test_only_ids_are_marks(kimi_k3: Tokenizer) -> None:
     ids = [*kimi_k3.encode(typed), *ids_of(kimi_k3, c("think") + o("response")), *kimi_k3.encode(typed)]
     message, _ = read(fmt, [[i] for i in ids])
     assert (typed, typed, ()) == (message.reasoning, message.content, message.tool_calls)
+
+
+def test_marks_are_told_from_text(kimi_k3: Tokenizer) -> None:
+    """Who ends an answer at a token of their own leaves it out, unless the format reads it."""
+    reader = chat.load("kimi_k3", kimi_k3).reader()
+    assert all(reader.marks(kimi_k3.special_ids[mark]) for mark in MARKS)
+    assert not any(reader.marks(token) for token in kimi_k3.encode("Hello, world"))
 
 
 def test_control_tokens_of_other_kinds_show_nothing(kimi_k3: Tokenizer) -> None:
