@@ -16,6 +16,17 @@ from firstlight.serve.refusal import JSON_TYPE, Refusal
 from firstlight.serve.usage import Usage
 
 _DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((chr(code).encode(), f"\\u{code:04x}".encode()) for code in (0x85, 0x2028, 0x2029))
+"""Ends of lines that JSON does not escape by itself."""
+
+
+def event_line(content: Mapping[str, Any]) -> bytes:
+    """An event of a stream, in one line whatever a reader takes for a line's end: many clients split text where Unicode does."""
+    body = to_json(content)
+    if not body.isascii():
+        for mark, escape in _LINE_ENDS:
+            body = body.replace(mark, escape)
+    return b"data: " + body + b"\n\n"
 
 
 class Reply:
@@ -39,7 +50,7 @@ class Reply:
 
     async def event(self, content: Mapping[str, Any]) -> None:
         """Send an event of an open stream."""
-        await self._write(b"data: " + to_json(content) + b"\n\n")
+        await self._write(event_line(content))
 
     async def open_stream(self) -> None:
         """Send the head of a stream; from here on errors are events."""
@@ -53,7 +64,7 @@ class Reply:
     async def fail(self, refusal: Refusal) -> None:
         """End a stream that is not whole: with the error as its last event and without [DONE]. Who does not read is left."""
         with suppress(TimeoutError):
-            await self._write(b"data: " + to_json(refusal.content()) + b"\n\n", more=False)
+            await self._write(event_line(refusal.content()), more=False)
 
     async def _begin(self, kind: str, *, length: int | None = None) -> None:
         self.begun = True

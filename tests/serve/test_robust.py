@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from firstlight.engine.loop import Runner
 from firstlight.sched.sequence import Batch, StepResult
 from firstlight.serve.app import build_app
-from firstlight.serve.reply import while_there
+from firstlight.serve.reply import event_line, while_there
 from firstlight.serve.service import Settings, merged, together
 from tests.serve.conftest import LIMIT_S, Client, said
 
@@ -349,3 +350,11 @@ def test_leaving_before_the_end_cancels_the_work() -> None:
         assert cancelled.is_set()
 
     asyncio.run(work())
+
+
+def test_an_event_is_one_line_for_every_reader() -> None:
+    """str.splitlines, which many clients call on decoded text, knows eleven ends of lines."""
+    text = "".join(map(chr, range(0x20))) + "a\x7f\x85b\u2028c\u2029\u65e5"
+    line = event_line({"text": text}).decode()
+    assert [line.rstrip("\n"), ""] == line.splitlines()
+    assert {"text": text} == json.loads(line.removeprefix("data: "))
