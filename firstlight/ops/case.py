@@ -35,6 +35,20 @@ def starts_of(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
+def shuffled_tables(rng: torch.Generator, totals: Sequence[int], block: int) -> tuple[Tensor, int]:
+    """Tables [N, B] of sequences with so many rows, over shuffled blocks of a pool, and the size of the pool in blocks.
+
+    The pool is twice as large as needed; columns beyond the need hold -1.
+    """
+    needed = [-(-total // block) for total in totals]
+    num_blocks = 2 * sum(needed) + 3
+    spare = iter(torch.randperm(num_blocks, generator=rng).tolist())
+    tables_NB = torch.full((len(totals), max(needed, default=0) + 3), -1, dtype=torch.int64)
+    for n, count in enumerate(needed):
+        tables_NB[n, :count] = torch.tensor([next(spare) for _ in range(count)], dtype=torch.int64)
+    return tables_NB, num_blocks
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply `change` to every tensor inside lists, tuples and dataclasses."""
     if isinstance(value, Tensor):

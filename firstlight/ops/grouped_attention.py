@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.ops.case import DTYPES, Case, normal, starts_of
+from firstlight.ops.case import DTYPES, Case, normal, shuffled_tables, starts_of
 from firstlight.spec.model import OpUse
 
 
@@ -47,12 +47,7 @@ def make_case(
     """Shuffled blocks of pools twice as large as needed; `heads` are (H, J), `widths` (K, V); table columns beyond the need hold -1."""
     (num_heads, num_key_heads), (key_width, value_width) = heads, widths
     totals = [context + length for context, length in zip(contexts, lengths, strict=True)]
-    needed = [-(-total // block) for total in totals]
-    num_blocks = 2 * sum(needed) + 3
-    spare = iter(torch.randperm(num_blocks, generator=rng).tolist())
-    tables_NB = torch.full((len(lengths), max(needed, default=0) + 3), -1, dtype=torch.int64)
-    for n, count in enumerate(needed):
-        tables_NB[n, :count] = torch.tensor([next(spare) for _ in range(count)], dtype=torch.int64)
+    tables_NB, num_blocks = shuffled_tables(rng, totals, block)
     q_THK = normal(rng, sum(lengths), num_heads, key_width, dtype=dtype, spread=spread)
     keys_SBJK = normal(rng, num_blocks, block, num_key_heads, key_width, dtype=dtype)
     values_SBJV = normal(rng, num_blocks, block, num_key_heads, value_width, dtype=dtype)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.ops.case import DTYPES, Case, normal, starts_of
+from firstlight.ops.case import DTYPES, Case, normal, shuffled_tables, starts_of
 from firstlight.spec.model import OpUse
 
 
@@ -40,12 +40,8 @@ def make_case(
     heads: int = 3, width: int = 12, block: int = 4, dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Shuffled blocks of a pool twice as large as needed; table columns beyond the need hold -1."""
-    needed = [-(-(context + length) // block) for context, length in zip(contexts, lengths, strict=True)]
-    num_blocks = 2 * sum(needed) + 3
-    spare = iter(torch.randperm(num_blocks, generator=rng).tolist())
-    tables_NB = torch.full((len(lengths), max(needed, default=0) + 3), -1, dtype=torch.int64)
-    for n, count in enumerate(needed):
-        tables_NB[n, :count] = torch.tensor([next(spare) for _ in range(count)], dtype=torch.int64)
+    totals = [context + length for context, length in zip(contexts, lengths, strict=True)]
+    tables_NB, num_blocks = shuffled_tables(rng, totals, block)
     q_THK, weights_TH = normal(rng, sum(lengths), heads, width, dtype=dtype), normal(rng, sum(lengths), heads, spread=heads**-0.5)
     keys_SBK = normal(rng, num_blocks, block, width, dtype=dtype)
     use = OpUse.of("index_scores", str(dtype).removeprefix("torch."), H=heads, K=width)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from firstlight.ops.case import DTYPES, Case, normal, starts_of
+from firstlight.ops.case import DTYPES, Case, normal, shuffled_tables, starts_of
 from firstlight.spec.model import OpUse
 
 
@@ -51,12 +51,7 @@ def make_case(
     """Shuffled blocks of a pool twice as large as needed; `widths` are (P, R, V, L), table columns beyond the need hold -1."""
     nope, rope, v_dim, latent = widths
     totals = [context + length for context, length in zip(contexts, lengths, strict=True)]
-    needed = [-(-total // block) for total in totals]
-    num_blocks = 2 * sum(needed) + 3
-    spare = iter(torch.randperm(num_blocks, generator=rng).tolist())
-    tables_NB = torch.full((len(lengths), max(needed, default=0) + 3), -1, dtype=torch.int64)
-    for n, count in enumerate(needed):
-        tables_NB[n, :count] = torch.tensor([next(spare) for _ in range(count)], dtype=torch.int64)
+    tables_NB, num_blocks = shuffled_tables(rng, totals, block)
     q_THQ = normal(rng, sum(lengths), heads, nope + rope, dtype=dtype, spread=spread)
     rows_SBC = normal(rng, num_blocks, block, latent + rope, dtype=dtype)
     kv_b_OL = normal(rng, heads * (nope + v_dim), latent, dtype=dtype, spread=latent**-0.5)

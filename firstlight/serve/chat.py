@@ -49,15 +49,19 @@ def format_of(service: Service) -> ChatFormat:
 
 def render(service: Service, content: Mapping[str, Any]) -> list[int]:
     """Prompt ids of a body with `messages`. Raises: Refusal, RequestError."""
-    asked = {name: value for name, value in content.items() if name not in _OWN and value is not None}
     for message in content["messages"]:
         # Earlier answers may be shortened by the format; what others said stays whole.
         if isinstance(message, dict) and message.get("role") != "assistant" and isinstance(message.get("content"), str):
             service.check_length(message["content"], "messages")
     try:
-        return format_of(service).render(content["messages"], content.get("tools"), **asked)
+        return format_of(service).render(content["messages"], content.get("tools"), **_asked(content))
     except RequestError as error:
         raise refusal_of(error, param="messages") from None
+
+
+def _asked(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that a chat format may read beside messages and tools."""
+    return {name: value for name, value in content.items() if name not in _OWN and value is not None}
 
 
 class Chat:
@@ -81,7 +85,7 @@ class Chat:
         chat = format_of(service)
         tokens = await asyncio.to_thread(render, service, self.content)
         service.check_size(tokens, "messages")
-        asked = {name: value for name, value in self.content.items() if name not in _OWN and value is not None}
+        asked = _asked(self.content)
         thinks = chat.thinks(messages=fields.messages, **asked)
         grammar = None if service.structures is None else await service.structures.chat(self.content, chat)
         if grammar is not None and fields.ignore_eos:
