@@ -46,7 +46,10 @@ async def cost(client: Client, handler: Any, content: dict[str, Any], monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(client.service, "events", events)
+        # nothing is computed, so the context of the model need not hold the prompt
         patch.setattr(client.service, "check", lambda job, param: None)
+        patch.setattr(client.service, "max_context", 1_000_000)
+        patch.setattr(client.service, "longest_chars", 10_000_000)
         visit = client.service.watch.open({"type": "http", "method": "POST", "path": "/", "headers": []})
         try:
             await handler(client.service, {"model": "default", "max_tokens": 1000, "stream": True, **content}, Reply(send, write_s=9), visit)
